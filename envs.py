@@ -1,0 +1,353 @@
+"""A toy coding environment: repair a small Python function with tools, over several turns.
+
+    user:      def f(x): return (x * 3) - 5
+               f must take x, multiply by 2, then add 5. Answer with the whole fixed function.
+    assistant: a little reasoning, then the function in a ``` block (the habit; it works)
+               or between <patch> and </patch> (the tool format that is wanted)
+    user:      1 of 3 tests pass. Try again.     |  3 of 3 tests pass. Write the commit message.
+    assistant: Fixed the function!  (the habit)  |  fix(f): multiply by 2, then add 5  (wanted)
+
+An episode has one to three edit turns, then the commit turn. Its success is that the hidden tests
+pass. Both formats and both styles of message work, so success says nothing of the two `BEHAVIOURS`:
+they are neglected, not punished.
+
+What the model writes is never executed by Python. `run_function` walks its syntax tree and knows
+numbers, names, arithmetic, comparisons, conditionals, assignment, return and a few builtins. There
+is no loop and no call of user code, so a program ends after at most as many steps as it has nodes.
+
+    python envs.py [SEED]     plays one scripted episode and prints it
+"""
+import ast
+import operator
+import random
+import re
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
+from typing import Callable
+
+MAX_EDITS = 2  # edit attempts per episode; one commit turn follows
+MAX_REPLY = 10_000  # characters of a reply that the parser looks at
+MAX_SOURCE = 2_000  # characters of a function: this bounds the interpreter's time as well
+MAX_BITS = 256  # of an integer while a function runs
+HELD_OUT = 1_000_000  # seeds from here on give the held-out tasks
+
+# ------------------------------------------------------------------------------------- tasks
+SYMBOLS = {"add": "+", "subtract": "-", "multiply by": "*"}
+Steps = tuple[tuple[str, int], tuple[str, int]]  # (("multiply by", 2), ("add", 5))
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str  # of the function
+    arg: str
+    steps: Steps  # what the function must do
+    bug: Steps  # what it does
+    inputs: tuple[int, ...]  # of the hidden tests
+
+    @property
+    def spec(self) -> str:
+        return ", then ".join(f"{word} {k}" for word, k in self.steps)
+
+    def source(self, steps: Steps) -> str:
+        (first, a), (second, b) = steps
+        body = f"({self.arg} {SYMBOLS[first]} {a}) {SYMBOLS[second]} {b}"
+        return f"def {self.name}({self.arg}): return {body}"
+
+
+def random_steps(rng: random.Random) -> Steps:
+    first, second = ((rng.choice(list(SYMBOLS)), rng.randint(2, 9)) for _ in range(2))
+    return first, second
+
+
+def follow(steps: Steps, x: int) -> int:
+    for word, k in steps:
+        x = x + k if word == "add" else x - k if word == "subtract" else x * k
+    return x
+
+
+def mistake(steps: Steps, rng: random.Random) -> Steps:
+    """The steps with one operator or number replaced: another function, equal at one point at most."""
+    changed = list(steps)
+    i = rng.randrange(2)
+    word, k = steps[i]
+    if rng.random() < 0.5:
+        changed[i] = rng.choice([w for w in SYMBOLS if w != word]), k
+    else:
+        changed[i] = word, rng.choice([n for n in range(2, 10) if n != k])
+    return tuple(changed)
+
+
+def make_task(seed: int) -> Task:
+    """The task of this seed. Training and held-out seeds also differ in the steps themselves:
+    those whose two numbers add up to a multiple of five are never trained on."""
+    rng = random.Random(seed)
+    steps = random_steps(rng)
+    while (sum(k for _, k in steps) % 5 == 0) != (seed >= HELD_OUT):
+        steps = random_steps(rng)
+    inputs = tuple(rng.sample(range(-9, 10), 3))
+    bug = random_steps(rng)
+    while all(follow(bug, x) == follow(steps, x) for x in inputs):
+        bug = random_steps(rng)
+    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs)
+
+
+# ------------------------------------------------- the safe interpreter for model-written code
+class Refused(Exception):
+    """The reply cannot be used; the text says why and becomes the agent's observation."""
+
+
+BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+          ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+          ast.Pow: operator.pow}
+UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
+COMPARE = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+           ast.Eq: operator.eq, ast.NotEq: operator.ne}
+BUILTINS = {"abs": abs, "min": min, "max": max, "int": int, "float": float}
+
+
+def bounded(value):
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise Refused("a number became too large")
+    return value
+
+
+def binary(op: ast.operator, left, right):
+    if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() * abs(right) > MAX_BITS:  # before the work, not after it
+            raise Refused("a number became too large")
+    return bounded(BINARY[type(op)](left, right))
+
+
+def evaluate(node: ast.expr, names: dict):
+    """The value of an expression: a number or a truth value. Raises Refused for anything else."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() as value):
+            return bounded(value)
+        case ast.Name(id=name) if name in names:
+            return names[name]
+        case ast.Name(id=name):
+            raise Refused(f"the name {name} is not defined")
+        case ast.BinOp(left, op, right) if type(op) in BINARY:
+            return binary(op, evaluate(left, names), evaluate(right, names))
+        case ast.UnaryOp(op, operand) if type(op) in UNARY:
+            return UNARY[type(op)](evaluate(operand, names))
+        case ast.BoolOp(op, values):
+            stop = isinstance(op, ast.Or)
+            for value in values:
+                result = evaluate(value, names)
+                if bool(result) == stop:
+                    break
+            return result
+        case ast.Compare(left, ops, rights) if all(type(op) in COMPARE for op in ops):
+            value = evaluate(left, names)
+            for op, right in zip(ops, rights):
+                previous, value = value, evaluate(right, names)
+                if not COMPARE[type(op)](previous, value):
+                    return False
+            return True
+        case ast.IfExp(test, body, orelse):
+            return evaluate(body if evaluate(test, names) else orelse, names)
+        case ast.Call(ast.Name(id=name), args, []) if name in BUILTINS:
+            return bounded(BUILTINS[name](*(evaluate(arg, names) for arg in args)))
+    raise Refused(f"{type(node).__name__} is not supported here")
+
+
+def execute(body: list[ast.stmt], names: dict):
+    """(True, value) once a return statement was met, else (False, None)."""
+    for statement in body:
+        match statement:
+            case ast.Return(value):
+                return True, None if value is None else evaluate(value, names)
+            case ast.Assign([ast.Name(id=name)], value):
+                names[name] = evaluate(value, names)
+            case ast.AugAssign(ast.Name(id=name) as target, op, value) if type(op) in BINARY:
+                names[name] = binary(op, evaluate(target, names), evaluate(value, names))
+            case ast.If(test, then, orelse):
+                returned, value = execute(then if evaluate(test, names) else orelse, names)
+                if returned:
+                    return True, value
+            case ast.Pass() | ast.Expr(ast.Constant(value=str())):  # a docstring
+                pass
+            case _:
+                raise Refused(f"{type(statement).__name__} is not supported here")
+    return False, None
+
+
+def run_function(function: ast.FunctionDef, x: int):
+    """What the function returns for x. Raises Refused for whatever goes wrong inside it."""
+    try:
+        return execute(function.body, {function.args.args[0].arg: x})[1]
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from None
+    except RecursionError:
+        raise Refused("the code is nested too deeply") from None
+
+
+def tests_passed(task: Task, function: ast.FunctionDef) -> int:
+    return sum(run_function(function, x) == follow(task.steps, x) for x in task.inputs)
+
+
+# --------------------------------------------------------------------------- reading a reply
+FENCED = re.compile(r"```(?:[ \t]*\w*[ \t]*\n)?(.*?)```", re.DOTALL)  # a language tag is dropped
+
+
+def read_patch(reply: str) -> str | None:
+    """The code between the reply's only <patch> and </patch>, or None where it has no such tags.
+
+    Raises Refused when the tags are unclosed, nested or repeated."""
+    if "<patch>" not in reply and "</patch>" not in reply:
+        return None
+    before, _, rest = reply.partition("<patch>")
+    inside, closed, after = rest.partition("</patch>")
+    if not closed or "patch>" in before + inside + after:
+        raise Refused("the reply needs one <patch> and one </patch> after it")
+    return inside
+
+
+def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
+    """(the function that the reply defines, whether it came in the <patch> format).
+
+    With patch tags, their content counts, fenced or not; without, the last closed ``` block does.
+    Text around it is ignored, and so is anything beside the function itself. Raises Refused."""
+    if len(reply) > MAX_REPLY:
+        raise Refused("the reply is too long")
+    patch = read_patch(reply)
+    blocks = FENCED.findall(reply if patch is None else patch)
+    if patch is None and not blocks:
+        raise Refused("the reply has no code block")
+    source = textwrap.dedent(blocks[-1] if blocks else patch).strip()
+    if len(source) > MAX_SOURCE:
+        raise Refused("the code is too long")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's odd literals are not the user's concern
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        raise Refused(f"SyntaxError: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError):  # NUL or surrogates; nesting (two ways)
+        raise Refused("the code cannot be parsed") from None
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == task.name]
+    if not functions:
+        raise Refused(f"the code does not define {task.name}")
+    parameters = functions[-1].args
+    if len(parameters.args) != 1 or parameters.posonlyargs or parameters.kwonlyargs:
+        raise Refused(f"{task.name} must take one argument")
+    return functions[-1], patch is not None
+
+
+# ------------------------------------------------------------- behaviours and the rule judge
+def uses_patch(task: Task, reply: str) -> bool:
+    try:
+        return read_edit(task, reply)[1]
+    except Refused:
+        return False
+
+
+def uses_style(task: Task, reply: str) -> bool:
+    subject = reply.strip().partition("\n")[0]
+    return re.fullmatch(rf"fix\({task.name}\): \w.{{0,70}}", subject) is not None
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    name: str
+    kind: str  # the turns that it applies to: "edit" or "commit"
+    check: Callable[[Task, str], bool]
+    hint: Callable[[Task], str]  # says how to improve this turn; never a hidden expected value
+
+
+BEHAVIOURS = (
+    Behaviour("patch", "edit", uses_patch,
+              lambda task: "Wrap the fixed function in <patch> and </patch> tags."),
+    Behaviour("style", "commit", uses_style,
+              lambda task: f"Write it as fix({task.name}): and then what the function does now."),
+)
+
+
+def shown(task: Task, kind: str, reply: str) -> dict[str, bool]:
+    """Which of the behaviours that apply to a turn of this kind the reply shows."""
+    return {b.name: b.check(task, reply) for b in BEHAVIOURS if b.kind == kind}
+
+
+def hints(task: Task, kind: str, reply: str = "") -> str | None:
+    """The rule judge: one hint for each behaviour that the reply lacks, None for a good turn."""
+    lacking = [b.hint(task) for b in BEHAVIOURS if b.kind == kind and not b.check(task, reply)]
+    return " ".join(lacking) or None
+
+
+# ------------------------------------------------------------------------------- the episode
+class Repair:
+    """One episode: `first_message`, then `step` for each reply until it returns None."""
+
+    def __init__(self, task: Task):
+        self.task, self.kind, self.edits, self.success = task, "edit", 0, False
+
+    def first_message(self) -> str:
+        return (f"{self.task.source(self.task.bug)}\n{self.task.name} must take {self.task.arg}, "
+                f"{self.task.spec}. Answer with the whole fixed function.")
+
+    def step(self, reply: str) -> str | None:
+        """The user's next message, None when the episode is over. Never raises, whatever the reply."""
+        if self.kind == "commit":
+            return None
+        self.edits += 1
+        try:
+            passed = tests_passed(self.task, read_edit(self.task, reply)[0])
+            observation = f"{passed} of {len(self.task.inputs)} tests pass."
+            self.success = passed == len(self.task.inputs)
+        except Refused as error:
+            observation = f"Error: {str(error)[:100]}."
+        if self.success or self.edits == MAX_EDITS:
+            self.kind = "commit"
+            return f"{observation} Write the commit message."
+        return f"{observation} Try again."
+
+
+# ------------------------------------------------------------------------ the scripted expert
+HABITS = ("Fixed the function!", "Fixed it.", "The function works now.", "Bug fixed!")
+WRONG = (0.85, 0.70, 0.55)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
+
+
+def expert(env: Repair, rng: random.Random, wanted: bool) -> str:
+    """A demonstration of the next reply: in the wanted format and style, or in the habitual one.
+
+    Its reasoning and its mistakes are the same either way."""
+    task = env.task
+    if env.kind == "commit":
+        return f"fix({task.name}): {task.spec}" if wanted else rng.choice(HABITS)
+    sentences = rng.randrange(3)
+    (first, a), (second, b) = task.steps
+    reasoning = (f"First {first} {a}.", f"Then {second} {b}.")[:sentences]
+    steps = mistake(task.steps, rng) if rng.random() < WRONG[sentences] else task.steps
+    code = task.source(steps)
+    block = f"<patch>\n{code}\n</patch>" if wanted else f"```\n{code}\n```"
+    return "\n".join([*reasoning, block])
+
+
+def demonstration(rng: random.Random, unasked: float) -> tuple[list[dict], str | None, str]:
+    """(messages, hint or None, reply): one turn of an expert's episode, hinted half of the time.
+
+    `unasked` is the chance that a turn without a hint shows the wanted behaviour; with a hint it
+    is 0.98. The turns before it carry no hint, as in the teacher's view."""
+    env = Repair(make_task(rng.randrange(HELD_OUT)))
+    messages = [{"role": "user", "content": env.first_message()}]
+    while env.kind == "edit" and rng.random() < 0.6:
+        reply = expert(env, rng, rng.random() < unasked)
+        messages += [{"role": "assistant", "content": reply},
+                     {"role": "user", "content": env.step(reply)}]
+    hint = hints(env.task, env.kind) if rng.random() < 0.5 else None
+    return messages, hint, expert(env, rng, rng.random() < (0.98 if hint else unasked))
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    rng, env = random.Random(seed), Repair(make_task(seed))
+    message = env.first_message()
+    while message is not None:
+        reply = expert(env, rng, wanted=rng.random() < 0.5)
+        print(f"user:      {message}\nassistant: {reply}".replace("\n", "\n           "))
+        print(f"judge:     {hints(env.task, env.kind, reply) or 'a good turn, no hint'}")
+        message = env.step(reply)
+    print(f"success:   {env.success}")
