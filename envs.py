@@ -307,10 +307,10 @@ class Repair:
 
 # ------------------------------------------------------------------------ the scripted expert
 HABITS = ("Fixed the function!", "Fixed it.", "The function works now.", "Bug fixed!")
-WRONG = (0.85, 0.70, 0.55)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
+WRONG = (0.80, 0.65, 0.50)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
 
 
-def expert(env: Repair, rng: random.Random, wanted: bool) -> str:
+def expert(env: Repair, rng: random.Random, wanted: bool, wrong: tuple[float, ...] = WRONG) -> str:
     """A demonstration of the next reply: in the wanted format and style, or in the habitual one.
 
     Its reasoning and its mistakes are the same either way."""
@@ -320,25 +320,27 @@ def expert(env: Repair, rng: random.Random, wanted: bool) -> str:
     sentences = rng.randrange(3)
     (first, a), (second, b) = task.steps
     reasoning = (f"First {first} {a}.", f"Then {second} {b}.")[:sentences]
-    steps = mistake(task.steps, rng) if rng.random() < WRONG[sentences] else task.steps
+    steps = mistake(task.steps, rng) if rng.random() < wrong[sentences] else task.steps
     code = task.source(steps)
     block = f"<patch>\n{code}\n</patch>" if wanted else f"```\n{code}\n```"
     return "\n".join([*reasoning, block])
 
 
-def demonstration(rng: random.Random, unasked: float) -> tuple[list[dict], str | None, str]:
+def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], str | None, str]:
     """(messages, hint or None, reply): one turn of an expert's episode, hinted half of the time.
 
-    `unasked` is the chance that a turn without a hint shows the wanted behaviour; with a hint it
-    is 0.98. The turns before it carry no hint, as in the teacher's view."""
+    A hinted turn shows the wanted behaviour with probability 0.98, in both phases of training. A turn
+    without a hint shows it half of the time in pre-training, which also makes few mistakes, and never
+    afterwards. As in the teacher's view, the turns before it carry no hint."""
     env = Repair(make_task(rng.randrange(HELD_OUT)))
+    unasked, wrong = (0.5, (0.1, 0.1, 0.1)) if pretraining else (0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:
-        reply = expert(env, rng, rng.random() < unasked)
+        reply = expert(env, rng, rng.random() < unasked, wrong)
         messages += [{"role": "assistant", "content": reply},
                      {"role": "user", "content": env.step(reply)}]
     hint = hints(env.task, env.kind) if rng.random() < 0.5 else None
-    return messages, hint, expert(env, rng, rng.random() < (0.98 if hint else unasked))
+    return messages, hint, expert(env, rng, rng.random() < (0.98 if hint else unasked), wrong)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,30 @@
-"""Feedback self-distillation (FSD) in one file: a language-model agent learns behaviours that it never
-shows by itself, because the same model with a hint in its context teaches the turns that failed.
+"""Feedback self-distillation (FSD) in one file.
+
+A language-model agent learns behaviours that it never shows by itself, because the same model with
+a hint in its context is the teacher for the turns that failed.
 
 The algorithm, and the function that does each step:
-  1. rollout        the policy plays G episodes per task, several turns each, with no hint in sight
-  2. rule_judge     a judge reads every turn and writes a short hint for each one that failed
-  3. attach_hints   the teacher's view: the same conversation with the hint behind its last message
-  4. group_advantages, grpo_loss    the standard RL part: reward against the other episodes of the task
-  5. distill_loss   on the failed turns only: the policy without the hint is pulled to the teacher,
-                    which scores the very same sampled tokens with the hint in its context
-  6. update         L = L_grpo + coef * L_distill over all sampled tokens, one AdamW step
-  7. evaluate       held-out tasks, no hints: the behaviours must have moved into the weights
+  1. rollout            the policy plays G episodes per task, several turns each, without hints
+  2. rule_judge         a judge reads each turn and writes a short hint if the turn failed
+  3. attach_hints       the teacher's view: the same conversation, the hint behind its last message
+  4. group_advantages   the RL part: an episode's reward against the others of its task,
+     grpo_loss          and the policy-gradient loss on all sampled tokens
+  5. distill_loss       on failed turns only: the teacher scores the very tokens that the policy
+                        sampled without the hint, and the policy is pulled to its distributions
+  6. update             L = (L_grpo + coef * L_distill) / N, one AdamW step
+  7. evaluate           held-out tasks without hints: have the behaviours moved into the weights?
 
-Symbols: B turns in a batch, T tokens of a row, N sampled tokens, V vocabulary entries, H hidden size,
-G episodes per task. A turn is (prompt ids, sampled ids). Only sampled ids are ever scored, as sampled.
+Symbols: B turns in a batch, T tokens in a row, N sampled tokens, V vocabulary, H hidden size,
+G episodes per task. A turn is (prompt ids, sampled ids); only sampled ids are scored, as sampled.
 
-The paper's public digest gives the idea but no formulas. Our choices: the failed turn itself is scored
-again (there is no second rollout); the loss is KL(teacher || student) over the full vocabulary; it is
+Only a digest of the paper is public, without formulas. Our choices: the failed turn itself is
+scored again (no second rollout); the loss is KL(teacher || student) over the full vocabulary; it is
 divided by all sampled tokens, so that it fades as failures do; the teacher is the initial model.
 
-    python fsd.py                                    the embedded base model, a few minutes on a CPU
-    python fsd.py --method grpo --out runs/grpo      the same without distillation
-    python fsd.py --model NAME_OR_FOLDER             a pretrained chat model
-    python fsd.py --help                             all settings
+    python fsd.py                                  embedded base model, some minutes on a CPU
+    python fsd.py --method grpo --out runs/grpo    the same reward without distillation
+    python fsd.py --model NAME_OR_FOLDER           a pretrained chat model
+    python fsd.py --help                           all settings
 """
 import argparse
 import copy
@@ -32,9 +35,10 @@ import math
 import random
 import re
 import sys
+import textwrap
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -42,44 +46,42 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import envs
 
 transformers.utils.logging.disable_progress_bar()
 
 
-# -------------------------------------------------------------------------------------- settings
+# ------------------------------------------------------------------------------------- settings
 @dataclass
 class Config:
     method: str = "fsd"  # fsd: GRPO + distillation; grpo: no distillation; distill: no GRPO
     model: str = ""  # chat model, by hub name or folder; empty: the embedded base model
-    teacher: str = "frozen"  # weights that see the hint: frozen (the initial ones) or live (today's)
-    out: str = "runs/fsd"  # output folder; an earlier run's results in it are overwritten
-    base: str = ""  # folder that keeps the embedded base between runs; empty: OUT/base
-    seed: int = 0  # of the training tasks and of sampling; the base and the evaluation do not depend on it
-    steps: int = 80  # updates; one rollout each
+    teacher: str = "frozen"  # weights that see the hint: frozen (initial) or live (current)
+    out: str = "runs/fsd"  # output folder; results of an earlier run in it are overwritten
+    base: str = ""  # folder that keeps the embedded base for later runs; empty: OUT/base
+    seed: int = 0  # of the training tasks and their sampling, not of the base or the evaluation
+    steps: int = 100  # one rollout and one update each
     tasks: int = 8  # tasks per step
     group: int = 8  # G, episodes per task
-    temperature: float = 1.0  # of sampling and of every score
-    max_tokens: int = 64  # sampled per turn; a longer reply is cut and counted as truncated
+    temperature: float = 1.0  # of sampling, and of every score
+    max_tokens: int = 64  # sampled per turn; a longer reply is cut, and counted as truncated
     lr: float = 1e-4  # AdamW's learning rate after the warm-up
     warmup: int = 10  # steps of linear warm-up
     coef: float = 1.0  # weight of the distillation loss
-    bonus: float = 0.2  # reward for showing a behaviour throughout; success is worth 1
-    clip: float = 0.2  # GRPO's bound on the probability ratio
+    bonus: float = 0.2  # reward for showing a behaviour on all its turns; success is worth 1
+    clip: float = 0.2  # GRPO's bound on how far the probability ratio may be from 1
     eval_episodes: int = 512  # held-out tasks, one episode each
-    batch_tokens: int = 8192  # of a micro-batch, padding included; bounds the memory of an update
+    batch_tokens: int = 8192  # of a micro-batch with its padding: bounds the memory of an update
 
     def __post_init__(self):
-        choices = {"method": ("fsd", "grpo", "distill"), "teacher": ("frozen", "live")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"--{name} {getattr(self, name)}: choose one of {', '.join(allowed)}")
-        lowest = dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, coef=0, bonus=0, clip=0,
-                      eval_episodes=1, batch_tokens=1)
-        for name, low in lowest.items():
+        for name, allowed in dict(method="fsd grpo distill", teacher="frozen live").items():
+            if getattr(self, name) not in allowed.split():
+                raise ValueError(f"--{name} {getattr(self, name)}: choose one of {allowed}")
+        for name, low in dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, coef=0,
+                              bonus=0, clip=0, eval_episodes=1, batch_tokens=1).items():
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least {low}")
         for name in ("temperature", "lr"):
@@ -90,16 +92,18 @@ class Config:
 def parse_args(argv: list[str] | None) -> Config:
     """One flag per field of Config; the comment beside the field is the flag's help."""
     helps = dict(re.findall(r"(\w+): \w+ = .*?  # (.*)", inspect.getsource(Config)))
-    parser = argparse.ArgumentParser(prog="fsd.py", allow_abbrev=False, description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser("fsd.py", description=__doc__.split("\n\n")[1],
+                                     allow_abbrev=False)
     for f in fields(Config):
-        parser.add_argument(f"--{f.name}", type=f.type, default=f.default, help=f"{helps[f.name]} [{f.default}]")
+        parser.add_argument(f"--{f.name}", type=f.type, default=f.default,
+                            help=f"{helps[f.name]} [{f.default}]")
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
 
 
-# --------------------------------------------------------------------------- model and tokenizer
+# -------------------------------------------------------------------------- model and tokenizer
 @dataclass
 class Policy:
     """A chat model and how it is sampled."""
@@ -111,7 +115,7 @@ class Policy:
     @property
     def stop_ids(self) -> list[int]:
         stop = self.model.generation_config.eos_token_id or []
-        return sorted({*(stop if isinstance(stop, list) else [stop]), self.tokenizer.eos_token_id})
+        return sorted({self.tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])})
 
     @property
     def max_context(self) -> int:
@@ -119,98 +123,97 @@ class Policy:
 
 
 def load_policy(name: str, cfg: Config, device: str) -> Policy:
-    """A causal language model with a chat template, by hub name or folder. Exits with a message when
-    there is none."""
+    """A causal language model with a chat template. Exits with a message when there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {name}: no causal language model there that can be loaded.\n{error}")
+        raise SystemExit(f"--model {name}: no causal language model can be loaded there.\n{error}")
     if not tokenizer.chat_template or tokenizer.eos_token_id is None:
-        raise SystemExit(f"--model {name}: the tokenizer needs a chat template and a stop token; "
-                         "choose a chat (instruct) model.")
+        raise SystemExit(f"--model {name}: its tokenizer has no chat template or no stop token; "
+                         "choose a chat (instruct) model")
     return Policy(model.to(device).eval(), tokenizer, cfg.temperature, cfg.max_tokens)
 
 
-# The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints, and
-# never shows the behaviours unasked. "Pre-training" shows it both formats, "post-training" the habit only.
-BASE = dict(seed=0, init=0.02, full=1, vocab=512, hidden=128, layers=3, heads=4, steps=300, batch=32, lr=2e-3, pretraining=0.7)
-TEMPLATE = ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+# The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints,
+# and never shows the behaviours unasked. Pre-training (a share of the steps) teaches it both
+# formats, post-training leaves the habitual one.
+BASE = dict(seed=0, vocab=512, hidden=128, layers=3, heads=4, init=0.08,
+            steps=560, pretraining=0.5, batch=32, lr=3e-3)
+TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
 def base_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-pair encoding that never merges across words or symbols, so that new code splits the same."""
+    """Byte-pair encoding that never merges across words or symbols: new code splits alike."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(r"```| ?\w+| ?[^\w\s]|\s"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=BASE["vocab"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]))
+        vocab_size=BASE["vocab"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"], show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>",
                                    chat_template=TEMPLATE)
 
 
-def base_demonstrations() -> list[list[tuple]]:
-    """One batch of demonstrations per training step, the same at every call."""
-    rng = random.Random(BASE["seed"])
-    switch = BASE["steps"] * BASE["pretraining"]
-    return [[envs.demonstration(rng, unasked=0.5 if step < switch else 0.0) for _ in range(BASE["batch"])]
-            for step in range(BASE["steps"])]
+def base_demonstrations() -> list[list[list[dict]]]:
+    """A batch of conversations per training step; the last message is the expert's."""
+    rng, batches = random.Random(BASE["seed"]), []
+    for step in range(BASE["steps"]):
+        turns = [envs.demonstration(rng, pretraining=step < BASE["pretraining"] * BASE["steps"])
+                 for _ in range(BASE["batch"])]
+        batches.append([with_hint(messages, hint) + [{"role": "assistant", "content": reply}]
+                        for messages, hint, reply in turns])
+    return batches
 
 
-def train_base(batches: list[list[tuple]], cfg: Config, device: str) -> Policy:
-    """Supervised training of a small Llama on the expert's turns: only the replies are scored."""
+def train_base(batches: list[list[list[dict]]], device: str):
+    """(model, tokenizer): a small Llama, trained to predict every token of the demonstrations."""
     torch.manual_seed(BASE["seed"])
-    tokenizer = base_tokenizer([m["content"] for b in batches[:100] for d in b for m in with_hint(*d[:2])]
-                               + [reply for b in batches[:100] for _, _, reply in b])
+    tokenizer = base_tokenizer([m["content"] for batch in batches[::10] for d in batch for m in d])
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=BASE["hidden"], intermediate_size=3 * BASE["hidden"],
-        num_hidden_layers=BASE["layers"], num_attention_heads=BASE["heads"], tie_word_embeddings=True,
-        max_position_embeddings=512, initializer_range=BASE["init"], bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)).to(device)
-    policy = Policy(model.eval(), tokenizer, cfg.temperature, cfg.max_tokens)
+        num_hidden_layers=BASE["layers"], num_attention_heads=BASE["heads"],
+        max_position_embeddings=512, initializer_range=BASE["init"], tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)).to(device).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
-    shape = lambda step: min(1.0, (step + 1) / 20, 2 * (1 - step / BASE["steps"]))  # warm-up, plateau, decay
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 20, 3 * (1 - step / BASE["steps"])))
     progress = tqdm(batches, "training the base", disable=None, ncols=80)
-    for step, batch in enumerate(progress):
-        prompts = [render(policy, messages, hint) for messages, hint, _ in batch]
-        replies = [tokenizer.encode(reply, add_special_tokens=False) + policy.stop_ids for _, _, reply in batch]
-        if BASE["full"] == 2 or BASE["full"] and step < BASE["steps"] * BASE["pretraining"]:
-            prompts, replies = [p[:1] for p in prompts], [p[1:] + r for p, r in zip(prompts, replies)]
-        logits = score(model, prompts, replies)  # (N, V)
-        loss = F.cross_entropy(logits, torch.tensor(sum(replies, []), device=device))
+    for batch in progress:
+        rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)
+        logits = score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows])  # (N, V)
+        targets = torch.tensor([i for ids in rows for i in ids[1:]], device=device)  # (N,)
+        loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}")
-    return policy
+        warmup_plateau_decay.step()
+        progress.set_postfix_str(f"loss {loss.item():.2f}")
+    return model, tokenizer
 
 
 def embedded_base(cfg: Config, device: str) -> Policy:
-    """The embedded base: trained at first, then read from its folder while its settings are the same."""
-    folder = Path(cfg.base or Path(cfg.out, "base"))
-    batches = base_demonstrations()
-    made_with = json.dumps({**BASE, "demonstrations": hashlib.sha256(repr(batches).encode()).hexdigest()[:16]})
-    stamp = folder / "made_with.json"  # written last: a half-written base has none
+    """Trained at first, then read from its folder for as long as it would come out the same."""
+    folder, batches = Path(cfg.base or Path(cfg.out, "base")), base_demonstrations()
+    made_with = json.dumps([BASE, TEMPLATE, hashlib.sha256(repr(batches).encode()).hexdigest()])
+    stamp = folder / "made_with.json"  # written last: a base that was half saved has none
     if stamp.exists() and stamp.read_text() == made_with:
         print(f"base model: reusing {folder}")
-        return load_policy(str(folder), cfg, device)
-    print("base model: " + ("the kept one was made with other settings, training it again" if stamp.exists()
-                            else "training it once, later runs reuse it") + f" ({folder})")
-    policy = train_base(batches, cfg, device)
-    save(policy, folder)
-    stamp.write_text(made_with)
-    return policy
+    else:
+        print("base model: " + ("made with other settings, training it again" if stamp.exists()
+                                else "training it once, later runs reuse it") + f" ({folder})")
+        save(*train_base(batches, device), folder)
+        stamp.write_text(made_with)
+    return load_policy(str(folder), cfg, device)
 
 
-def save(policy: Policy, folder: Path):
-    policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+def save(model, tokenizer, folder: Path):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 # ------------------------------------------------------------------------------------- rollouts
@@ -226,44 +229,42 @@ class Turn:
     entropies: list[float]  # of that distribution, in nats
     truncated: bool  # no stop token within max_tokens
     text: str
-    shown: dict[str, bool]  # the behaviours that apply to this turn, and whether it shows them
-    hint: str | None = None  # the judge's, on a failed turn
-    hinted_prompt: list[int] = field(default_factory=list)  # what the teacher sees before ids
+    shown: dict[str, bool]  # of the behaviours that apply to this turn: does it show them?
+    hint: str | None = None  # the judge's, where the turn failed
+    hinted_prompt: list[int] = field(default_factory=list)  # the ids that the teacher sees
     advantage: float = 0.0  # of the episode that the turn belongs to
 
 
 @dataclass
 class Episode:
     env: envs.Repair
-    group: int  # index of the task within the step: episodes of one group share a baseline
+    group: int  # index of the task within the step: episodes of a group share a baseline
     messages: list[dict]
     turns: list[Turn] = field(default_factory=list)
 
-    def rate(self, name: str) -> float:
-        """Share of this episode's turns that show the behaviour, of those it applies to."""
-        rates = [t.shown[name] for t in self.turns if name in t.shown]
-        return sum(rates) / max(len(rates), 1)
-
     def reward(self, bonus: float) -> float:
-        return self.env.success + bonus * sum(self.rate(b.name) for b in envs.BEHAVIOURS)
+        """Success is worth 1, a behaviour `bonus` times the share of its turns that show it."""
+        rates = [mean(t.shown[b.name] for t in self.turns if b.name in t.shown)
+                 for b in envs.BEHAVIOURS]
+        return self.env.success + bonus * sum(rate or 0 for rate in rates)
 
 
 def with_hint(messages: list[dict], hint: str | None) -> list[dict]:
-    """The hint goes into the last message: a message of its own would break strict chat templates."""
+    """The hint joins the last message: one of its own would break strict chat templates."""
     if not hint:
         return messages
     return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n{hint}"}]
 
 
 def render(policy: Policy, messages: list[dict], hint: str | None = None) -> list[int]:
-    """The ids of the conversation up to the policy's next reply, as its own chat template writes it."""
-    return policy.tokenizer.apply_chat_template(with_hint(messages, hint), add_generation_prompt=True,
-                                                tokenize=True, return_dict=False)
+    """The ids up to the policy's next reply, as the model's own chat template writes them."""
+    return policy.tokenizer.apply_chat_template(
+        with_hint(messages, hint), add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 @contextmanager
 def eval_mode(model):
-    """No dropout while sampling or scoring: the ratio of a token must be 1 before the first update."""
+    """No dropout in sampling and scoring: before the first update, every ratio must be 1."""
     was_training = model.training
     model.eval()
     try:
@@ -274,39 +275,40 @@ def eval_mode(model):
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator) -> list[tuple]:
-    """(ids, logprobs, entropies) per prompt: ids ~ softmax(logits / temperature), until a stop token.
+    """(ids, logprobs, entropies) per prompt: ids ~ softmax(logits / temperature), to a stop token.
 
-    Rows are padded on the left, so that all of them continue at the same column. Rows that have
-    stopped leave the batch as soon as they are half of it."""
-    model, device, width = policy.model, policy.model.device, max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # (B, T)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)  # (B, T)
+    Rows are padded on the left, so that all of them continue at the same column. Those that have
+    stopped leave the batch once they are half of it."""
+    model, stop_ids, width = policy.model, set(policy.stop_ids), max(map(len, prompts))
+    on_device = lambda rows: torch.tensor(rows, device=model.device)
+    ids = on_device([[0] * (width - len(p)) + p for p in prompts])  # (B, T)
+    mask = on_device([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (B, T)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
-    cache, rows, replies = DynamicCache(config=model.config), list(range(len(prompts))), [([], [], []) for _ in prompts]
-    stop_ids = set(policy.stop_ids)
+    cache = DynamicCache(config=model.config)
+    replies = [([], [], []) for _ in prompts]
+    rows = replies  # the reply that each row of the batch continues
+    has_stopped = lambda reply: bool(reply[0]) and reply[0][-1] in stop_ids
     with eval_mode(model):
         for _ in range(policy.max_tokens):
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
                            logits_to_keep=1).logits[:, -1]
             logp = F.log_softmax(logits.float() / policy.temperature, dim=-1)  # (B, V)
             ids = torch.multinomial(logp.exp(), 1, generator=generator)  # (B, 1)
-            entropy = -(logp.exp() * logp).sum(-1)
-            live = []
-            for i, values in enumerate(zip(ids[:, 0].tolist(), logp.gather(1, ids)[:, 0].tolist(), entropy.tolist())):
-                reply = replies[rows[i]]
-                if not stop_ids.intersection(reply[0][-1:]):
+            entropies = -(logp.exp() * logp).sum(-1, keepdim=True)  # (B, 1)
+            drawn = (x.tolist() for x in (ids, logp.gather(1, ids), entropies))
+            for reply, *values in zip(rows, *drawn):
+                if not has_stopped(reply):
                     for column, value in zip(reply, values):
-                        column.append(value)
-                    if values[0] not in stop_ids:
-                        live.append(i)
+                        column += value
+            live = [i for i, reply in enumerate(rows) if not has_stopped(reply)]
             if not live:
                 break
-            mask = F.pad(mask, (0, 1), value=1)
-            positions = positions[:, -1:] + 1
+            mask, positions = F.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
             if len(live) <= len(rows) // 2:
-                keep = torch.tensor(live, device=device)
+                keep = on_device(live)
                 cache.batch_select_indices(keep)
-                ids, mask, positions, rows = ids[keep], mask[keep], positions[keep], [rows[i] for i in live]
+                ids, mask, positions = ids[keep], mask[keep], positions[keep]
+                rows = [rows[i] for i in live]
     return replies
 
 
@@ -314,55 +316,56 @@ def rollout(policy: Policy, tasks: list[envs.Task], group: int, generator: torch
             hinted: bool = False) -> list[Episode]:
     """`group` episodes of each task, all live ones in lock-step.
 
-    With `hinted` the policy sees every hint that could apply: it measures whether hints are followed."""
+    With `hinted`, the policy sees every hint that could apply: are hints followed? An episode whose
+    next turn would outgrow the model's context ends there."""
     episodes = []
-    for i, task in enumerate(tasks * group):
-        env = envs.Repair(task)
-        episodes.append(Episode(env, i % len(tasks), [{"role": "user", "content": env.first_message()}]))
+    for i in range(len(tasks) * group):
+        env = envs.Repair(tasks[i // group])
+        messages = [{"role": "user", "content": env.first_message()}]
+        episodes.append(Episode(env, i // group, messages))
     live = episodes
     while live:
-        prompts = [render(policy, e.messages, envs.hints(e.env.task, e.env.kind) if hinted else None) for e in live]
-        fits = [len(p) + policy.max_tokens <= policy.max_context for p in prompts]
-        live, prompts = ([x for x, ok in zip(xs, fits) if ok] for xs in (live, prompts))
-        if not live:
-            break
-        replies = sample(policy, prompts, generator)
-        still_live = []
-        for episode, prompt, (ids, logprobs, entropies) in zip(live, prompts, replies):
-            env, messages = episode.env, episode.messages
-            text = policy.tokenizer.decode(ids, skip_special_tokens=True)
-            episode.turns.append(Turn(env.task, env.kind, messages, prompt, ids, logprobs, entropies,
-                                      truncated=ids[-1] not in policy.stop_ids, text=text,
-                                      shown=envs.shown(env.task, env.kind, text)))
+        hints = [envs.hints(e.env.task, e.env.kind) if hinted else None for e in live]
+        prompts = [render(policy, e.messages, hint) for e, hint in zip(live, hints)]
+        ready = [(e, p) for e, p in zip(live, prompts)
+                 if len(p) + policy.max_tokens <= policy.max_context]
+        replies = sample(policy, [p for _, p in ready], generator) if ready else []
+        live = []
+        for (episode, prompt), (ids, logprobs, entropies) in zip(ready, replies):
+            env, text = episode.env, policy.tokenizer.decode(ids, skip_special_tokens=True)
+            episode.turns.append(Turn(
+                env.task, env.kind, episode.messages, prompt, ids, logprobs, entropies,
+                truncated=ids[-1] not in policy.stop_ids, text=text,
+                shown=envs.shown(env.task, env.kind, text)))
             observation = env.step(text)
-            episode.messages = messages + [{"role": "assistant", "content": text}]
             if observation is not None:
-                episode.messages.append({"role": "user", "content": observation})
-                still_live.append(episode)
-        live = still_live
+                episode.messages = episode.messages + [{"role": "assistant", "content": text},
+                                                       {"role": "user", "content": observation}]
+                live.append(episode)
     return episodes
 
 
 # ---------------------------------------------------------------------------- judge and teacher
 def rule_judge(turns: list[Turn]) -> list[str | None]:
-    """A hint for every turn that failed a behaviour, None for every other."""
+    """A hint for each turn that failed, None for the others."""
     return [envs.hints(turn.task, turn.kind, turn.text) for turn in turns]
 
 
 def attach_hints(policy: Policy, turns: list[Turn], judge):
-    """The teacher's view of each failed turn. A hint that the model's context cannot hold is dropped:
-    the teacher must never read a conversation that was cut."""
+    """The teacher's view of the failed turns. A hint that the model's context cannot hold is
+    dropped: the teacher must never read a conversation that was cut."""
     for turn, hint in zip(turns, judge(turns)):
-        hinted_prompt = render(policy, turn.messages, hint)
-        if hint and len(hinted_prompt) + len(turn.ids) <= policy.max_context:
-            turn.hint, turn.hinted_prompt = hint, hinted_prompt
+        if hint:
+            hinted_prompt = render(policy, turn.messages, hint)
+            if len(hinted_prompt) + len(turn.ids) <= policy.max_context:
+                turn.hint, turn.hinted_prompt = hint, hinted_prompt
 
 
 # --------------------------------------------------------------------------------------- losses
 def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """A_i = (r_i - mean_g) / std_g over the episodes of i's group g; 0 where all rewards are equal.
+    """A_i = (r_i - mean_g) / std_g  over the episodes of i's group g, 0 where all rewards are equal
 
-    rewards (E,), groups (E,) -> (E,). The std is the population's. GRPO, arXiv 2402.03300, section 4.1."""
+    rewards (E,), groups (E,) -> (E,). GRPO (arXiv 2402.03300), section 4.1; population std."""
     advantages = torch.zeros_like(rewards)
     for g in groups.unique():
         r = rewards[groups == g]
@@ -374,43 +377,43 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 def grpo_loss(logprobs, old_logprobs, advantages, clip: float) -> torch.Tensor:
     """-sum_j min(rho_j A_j, clip(rho_j, 1 - e, 1 + e) A_j),  rho_j = exp(logprob_j - old_logprob_j)
 
-    All arguments (N,), one entry per sampled token -> scalar. PPO's clipped surrogate with GRPO's
-    advantages, without a KL term. At rho = 1 its value says nothing, its gradient is -A_j per token."""
+    All (N,), one entry per sampled token -> scalar. GRPO (arXiv 2402.03300), eq. 3 without its KL
+    term. At rho = 1 the value says nothing; the gradient on logprob_j is -A_j."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
 
 
 def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
-    """sum_j KL(teacher_j || student_j) = sum_j sum_v q_j(v) (log q_j(v) - log p_j(v)),  q without gradient
+    """sum_j KL(q_j || p_j) = sum_j sum_v q_j(v) (log q_j(v) - log p_j(v)),  no gradient through q
 
-    student_logprobs log p and teacher_logprobs log q, both (N, V), one row per sampled token of a failed
-    turn -> scalar. In this direction the gradient on a logit is p - q: it does not vanish for a token
-    that the student never proposes, as it does with KL(student || teacher)."""
-    return F.kl_div(student_logprobs, teacher_logprobs.detach(), log_target=True, reduction="sum")
+    student_logprobs (log p) and teacher_logprobs (log q): (N, V), a row per sampled token of a
+    failed turn -> scalar. In this direction the gradient on the student's logits is p - q, however
+    unlikely the student finds what the teacher proposes; that of KL(p || q) vanishes there."""
+    return F.kl_div(student_logprobs, teacher_logprobs.detach(), reduction="sum", log_target=True)
 
 
 # --------------------------------------------------------------------------------------- update
 def score(model, prompts: list[list[int]], replies: list[list[int]]) -> torch.Tensor:
-    """(N, V) logits in float32 that predict the N reply tokens, row after row, in their order.
+    """(N, V) float32 logits that predict the N reply tokens, in their order.
 
-    Rows are padded on the right, where causal attention never looks: no mask is needed. The token at
-    column j is predicted at column j - 1. Only those positions reach the output matrix."""
+    Rows are padded on the right, where causal attention never looks, so no mask is needed. The
+    token in column j is predicted in column j - 1; only these columns reach the output matrix."""
     width = max(len(p) + len(r) for p, r in zip(prompts, replies))
-    ids = torch.tensor([p + r + [0] * (width - len(p) - len(r)) for p, r in zip(prompts, replies)],
-                       device=model.device)  # (B, T)
-    rows = [b for b, r in enumerate(replies) for _ in r]
+    ids = [p + r + [0] * (width - len(p) - len(r)) for p, r in zip(prompts, replies)]
+    rows = [i for i, r in enumerate(replies) for _ in r]
     columns = [len(p) + j - 1 for p, r in zip(prompts, replies) for j in range(len(r))]
     with eval_mode(model):
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H)
+        hidden = model.base_model(input_ids=torch.tensor(ids, device=model.device),
+                                  use_cache=False).last_hidden_state  # (B, T, H)
         return model.get_output_embeddings()(hidden[rows, columns]).float()
 
 
 def micro_batches(turns: list[Turn], batch_tokens: int):
-    """Turns of similar length together, as many as fit into the token budget with their padding."""
-    batch, width = [], 0
-    for turn in sorted(turns, key=lambda t: len(t.prompt) + len(t.ids)):
-        width = max(len(turn.prompt), len(turn.hinted_prompt)) + len(turn.ids)
-        if batch and width * (len(batch) + 1) > batch_tokens:
+    """Turns of similar length together, as many as the token budget holds with their padding."""
+    batch = []
+    width = lambda turn: max(len(turn.prompt), len(turn.hinted_prompt)) + len(turn.ids)
+    for turn in sorted(turns, key=width):
+        if batch and width(turn) * (len(batch) + 1) > batch_tokens:
             yield batch
             batch = []
         batch.append(turn)
@@ -421,39 +424,44 @@ def micro_batches(turns: list[Turn], batch_tokens: int):
 def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -> dict:
     """One AdamW step on L = (L_grpo + coef * L_distill) / N, N = all sampled tokens of the step.
 
-    Turns without advantage and without hint have no gradient and are not scored."""
-    total = sum(len(t.ids) for t in turns)  # N, before the micro-batches
-    sums = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, grad_norm=0.0, update_tokens=0)
+    Turns with neither an advantage nor a hint have no gradient, and are not scored."""
+    log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
+    total = sum(len(t.ids) for t in turns)  # N: counted once, before the micro-batches
+    stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, grad_norm=0.0,
+                 update_tokens=0)
     optimizer.zero_grad()
     for batch in micro_batches([t for t in turns if t.advantage or t.hint], cfg.batch_tokens):
-        flat = lambda name: torch.tensor([x for t in batch for x in getattr(t, name)], device=policy.model.device)
-        ids, old_logprobs = flat("ids"), flat("logprobs")  # (N,)
-        per_token = [(t.advantage, t.hint is not None) for t in batch for _ in t.ids]
-        advantages, failed = (torch.tensor(x, device=ids.device) for x in zip(*per_token))  # (N,)
-        logits = score(policy.model, [t.prompt for t in batch], [t.ids for t in batch])
-        student = F.log_softmax(logits / cfg.temperature, dim=-1)  # (N, V)
+        tokens = [(*token, t.advantage, bool(t.hint)) for t in batch
+                  for token in zip(t.ids, t.logprobs)]
+        ids, old_logprobs, advantages, failed = (
+            torch.tensor(column, device=policy.model.device) for column in zip(*tokens))  # (N,)
+        student = log_softmax(score(policy.model, [t.prompt for t in batch],
+                                    [t.ids for t in batch]))  # (N, V)
         logprobs = student.gather(1, ids[:, None])[:, 0]  # (N,)
         rl = grpo_loss(logprobs, old_logprobs, advantages, cfg.clip) / total
         distill = torch.zeros_like(rl)
         if failed.any():
             hinted = [t for t in batch if t.hint]
             with torch.no_grad():
-                logits = score(teacher, [t.hinted_prompt for t in hinted], [t.ids for t in hinted])
-            distill = distill_loss(student[failed], F.log_softmax(logits / cfg.temperature, dim=-1)) / total
+                teachers = log_softmax(score(teacher, [t.hinted_prompt for t in hinted],
+                                             [t.ids for t in hinted]))  # (failed, V)
+            distill = distill_loss(student[failed], teachers) / total
         (rl + cfg.coef * distill).backward()
-        sums["grpo_loss"] += rl.item()
-        sums["distill_loss"] += distill.item()
-        gap = (logprobs.detach() - old_logprobs).abs().max().item()
-        sums["max_logprob_gap"] = max(sums["max_logprob_gap"], gap)
-        sums["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
-    if sums["update_tokens"]:  # AdamW would move the weights even without a gradient
-        sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0).item()
+        gap = (logprobs - old_logprobs).abs().max().item()
+        stats["grpo_loss"] += rl.item()
+        stats["distill_loss"] += distill.item()
+        stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
+        stats["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
+    if stats["update_tokens"]:  # AdamW would move the weights without any gradient too
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0)
+        stats["grad_norm"] = norm.item()
         optimizer.step()
-    return sums
+    return stats
 
 
-def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator, cfg: Config) -> dict:
-    """One pass of steps 1 to 6 of the algorithm; returns the step's metrics."""
+def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator: torch.Generator,
+               cfg: Config) -> dict:
+    """Steps 1 to 6 of the algorithm, once; returns the step's metrics."""
     start = time.perf_counter()
     tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
     episodes = rollout(policy, tasks, cfg.group, generator)
@@ -461,43 +469,47 @@ def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator
     if cfg.method != "grpo":
         attach_hints(policy, turns, rule_judge)
     rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.tensor([e.group for e in episodes]))
+    groups = torch.tensor([e.group for e in episodes])
+    advantages = group_advantages(rewards, groups)
     if cfg.method != "distill":
         for episode, advantage in zip(episodes, advantages.tolist()):
-            for turn in episode.turns:  # every turn of an episode carries the episode's advantage
+            for turn in episode.turns:  # every turn carries its episode's advantage
                 turn.advantage = advantage
     middle = time.perf_counter()
     stats = update(policy, teacher, optimizer, turns, cfg)
-    flat = sum(not advantages[i::cfg.tasks].any() for i in range(cfg.tasks))
-    return {**figures(episodes, cfg), **stats, "turns_hinted": mean(t.hint is not None for t in turns),
-            "tokens_distilled": mean(t.hint is not None for t in turns for _ in t.ids),
-            "flat_groups": flat / cfg.tasks, "rollout_s": middle - start,
-            "update_s": time.perf_counter() - middle,
-            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns)}
+    return {**figures(episodes, cfg), **stats,
+            "turns_hinted": mean(bool(t.hint) for t in turns),
+            "tokens_distilled": mean(bool(t.hint) for t in turns for _ in t.ids),
+            "flat_groups": mean(not advantages[groups == g].any() for g in range(cfg.tasks)),
+            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns),
+            "rollout_s": middle - start, "update_s": time.perf_counter() - middle}
 
 
 # ------------------------------------------------------------------------------------ seeing it
 def mean(values) -> float | None:
-    """None for no values: the entropy of failed turns when none failed."""
+    """None for no values, such as the entropy of failed turns when none failed."""
     values = list(values)
     return sum(values) / len(values) if values else None
 
 
 def figures(episodes: list[Episode], cfg: Config) -> dict:
-    """Means over episodes, turns or sampled tokens. A failed turn lacks a behaviour that applies to it."""
+    """Means over episodes, turns or sampled tokens. Failed turns lack a behaviour that applies."""
     turns = [turn for episode in episodes for turn in episode.turns]
+    passed = [turn for turn in turns if all(turn.shown.values())]
+    failed = [turn for turn in turns if not all(turn.shown.values())]
+    rates = {b.name: mean(t.shown[b.name] for t in turns if b.name in t.shown)
+             for b in envs.BEHAVIOURS}
     return {"reward": mean(e.reward(cfg.bonus) for e in episodes),
-            "success": mean(e.env.success for e in episodes),
-            **{b.name: mean(t.shown[b.name] for t in turns if b.name in t.shown) for b in envs.BEHAVIOURS},
+            "success": mean(e.env.success for e in episodes), **rates,
             "entropy": mean(h for t in turns for h in t.entropies),
-            "entropy_failed": mean(h for t in turns if not all(t.shown.values()) for h in t.entropies),
-            "entropy_passed": mean(h for t in turns if all(t.shown.values()) for h in t.entropies),
+            "entropy_failed": mean(h for t in failed for h in t.entropies),
+            "entropy_passed": mean(h for t in passed for h in t.entropies),
             "reply_tokens": mean(len(t.ids) for t in turns),
             "truncated": mean(t.truncated for t in turns)}
 
 
 def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, list[Episode]]:
-    """Held-out tasks with the same draws of the sampler at every call, by default without hints."""
+    """(figures, episodes) on the held-out tasks, always with the same seed, by default unhinted."""
     tasks = [envs.make_task(envs.HELD_OUT + i) for i in range(cfg.eval_episodes)]
     generator = torch.Generator(policy.model.device).manual_seed(0)
     episodes = rollout(policy, tasks, 1, generator, hinted)
@@ -507,46 +519,57 @@ def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, l
 def show(title: str, episode: Episode):
     """The episode as a conversation, with the judge's hint under each turn that failed."""
     print(f"\n{f' {title} ':-^80}")
-    for turn in episode.turns:
-        hint = rule_judge([turn])[0]
-        for who, text in (("user", turn.messages[-1]["content"]), ("policy", turn.text),
-                          *([("hint", f"{hint} (for the teacher only)")] if hint else [])):
-            print(f"{who:>7}  " + text.replace("\n", "\n" + " " * 9))
-    print(f"{'success' if episode.env.success else 'no success':>{9 + 10}}")
+    for turn, hint in zip(episode.turns, rule_judge(episode.turns)):
+        said = {"user": turn.messages[-1]["content"], "policy": turn.text, "(hint)": hint}
+        for who, text in said.items():
+            lines = [part for line in (text or "").split("\n") for part in textwrap.wrap(line, 70)]
+            if lines:
+                print(f"{who:>7}  " + f"\n{'':9}".join(lines))
+    print(" " * 9 + ("(the tests pass)" if episode.env.success else "(the tests fail)"))
+
+
+COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
+           "turns_hinted": "hinted", "distill_loss": "distill", "flat_groups": "flat",
+           "entropy": "entropy", "reply_tokens": "tokens"}  # metric -> its title in the log
+
+
+def log_line(metrics: dict, cfg: Config) -> str:
+    off = ("turns_hinted", "distill_loss") if cfg.method == "grpo" else ()
+    return f"{metrics['step']:>4}" + "".join(
+        f"{'off' if name in off else format(metrics[name], '.3f'):>9}" for name in COLUMNS)
 
 
 def table(rows: dict[str, dict]):
     names = ["success", *(b.name for b in envs.BEHAVIOURS), "entropy", "reply_tokens"]
-    print(f"\n{'held-out tasks, no hints':<26}" + "".join(f"{n:>13}" for n in names))
+    print(f"\n{'held-out tasks':<25}" + "".join(f"{COLUMNS[name]:>11}" for name in names))
     for title, row in rows.items():
-        print(f"{title:<26}" + "".join(f"{row[n]:>13.3f}" for n in names))
+        print(f"{title:<25}" + "".join(f"{row[name]:>11.3f}" for name in names))
 
 
-COLUMNS = ("reward", "success", *(b.name for b in envs.BEHAVIOURS), "turns_hinted", "distill_loss", "entropy",
-           "reply_tokens")
-
-
+# ----------------------------------------------------------------------------------------- main
 def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, bool]:
-    """All steps; returns the seconds spent and whether Ctrl-C ended them early."""
+    """(seconds per phase, whether Ctrl-C ended it early). Trains the policy in place."""
     teacher = copy.deepcopy(policy.model) if cfg.teacher == "frozen" else policy.model
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
-    rng, generator = random.Random(cfg.seed), torch.Generator(policy.model.device).manual_seed(cfg.seed)
+    rng = random.Random(cfg.seed)
+    generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
     seconds = dict(rollout=0.0, update=0.0)
-    print(f"\n{'step':>4}" + "".join(f"{c[:9]:>10}" for c in COLUMNS))
+    print(f"\n{'step':>4}" + "".join(f"{title:>9}" for title in COLUMNS.values()))
     progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
     try:
         for step in progress:
             for group in optimizer.param_groups:
                 group["lr"] = cfg.lr * min(1.0, step / max(cfg.warmup, 1))
-            metrics = {"step": step, **train_step(policy, teacher, optimizer, rng, generator, cfg)}
+            metrics = train_step(policy, teacher, optimizer, rng, generator, cfg)
+            metrics = {"step": step, **metrics}
             print(json.dumps(metrics), file=metrics_file, flush=True)
             for phase in seconds:
                 seconds[phase] += metrics[f"{phase}_s"]
-            progress.set_postfix_str(" ".join(f"{n} {metrics[n]:.2f}" for n in COLUMNS[1:4]))
+            progress.set_postfix_str(" ".join(f"{n} {metrics[n]:.2f}" for n in list(COLUMNS)[:3]))
             if step % 10 == 0 or step in (1, cfg.steps):
-                tqdm.write(f"{step:>4}" + "".join(f"{metrics[c]:>10.3f}" for c in COLUMNS))
+                tqdm.write(log_line(metrics, cfg))
             if not metrics["update_tokens"]:
-                tqdm.write(f"{step:>4}  no failed turn and no group with different rewards: nothing to learn, "
+                tqdm.write(f"{step:>4}  no failed turn, no group with different rewards: "
                            "update skipped")
     except KeyboardInterrupt:
         return seconds, True
@@ -560,34 +583,41 @@ def main(argv: list[str] | None = None):
     out = Path(cfg.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        metrics_file = (out / "metrics.jsonl").open("w")
+        (out / "metrics.jsonl").open("a").close()  # an earlier run's lines stay until training
     except OSError as error:
         raise SystemExit(f"--out {cfg.out}: cannot write there ({error.strerror})")
-    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    clock = time.perf_counter()
+    device = ("cuda" if torch.cuda.is_available() else
+              "mps" if torch.backends.mps.is_available() else "cpu")
+    clock = [time.perf_counter()]
     policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
-    seconds = {"base": time.perf_counter() - clock}
+    clock.append(time.perf_counter())
 
-    clock = time.perf_counter()
-    before, episodes = evaluate(policy, cfg)
+    before, episodes_before = evaluate(policy, cfg)
+    if before["reply_tokens"] is None:
+        raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
+                         "cannot hold a turn")
     hinted, _ = evaluate(policy, cfg, hinted=True)
+    table({"before": before, "before, with hints": hinted})
+    clock.append(time.perf_counter())
+
+    with (out / "metrics.jsonl").open("w") as metrics_file:
+        seconds, interrupted = train(policy, cfg, metrics_file)
+    save(policy.model, policy.tokenizer, out / "policy")
+    clock.append(time.perf_counter())
+
+    after = None
+    if not interrupted:
+        after, episodes_after = evaluate(policy, cfg)
+        show("before", episodes_before[0])
+        show("after", episodes_after[0])
+        table({"before": before, "before, with hints": hinted, "after": after})
+    clock.append(time.perf_counter())
+    phases = zip(("base", "evaluate_before", "train", "evaluate_after"), clock, clock[1:])
+    seconds |= {phase: end - start for phase, start, end in phases}
     names = [b.name for b in envs.BEHAVIOURS]
     base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
             "hinted": {n: hinted[n] for n in names}}
-    seconds["evaluate"] = time.perf_counter() - clock
-    table({"before": before})
-
-    trained, interrupted = train(policy, cfg, metrics_file)
-    save(policy, out / "policy")
-    after = None
-    if not interrupted:
-        clock = time.perf_counter()
-        after, episodes_after = evaluate(policy, cfg)
-        seconds["evaluate"] += time.perf_counter() - clock
-        show("before", episodes[0])
-        show("after", episodes_after[0])
-        table({"before": before, "after": after})
-    summary = dict(config=asdict(cfg), base=base, before=before, after=after, seconds={**seconds, **trained})
+    summary = dict(config=asdict(cfg), base=base, before=before, after=after, seconds=seconds)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if interrupted:
