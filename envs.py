@@ -68,7 +68,7 @@ def follow(steps: Steps, x: int) -> int:
 
 
 def mistake(steps: Steps, rng: random.Random) -> Steps:
-    """The steps with one operator or number replaced: another function, equal at one point at most."""
+    """The steps with one operator or number replaced: another function, equal at most at a point."""
     changed = list(steps)
     i = rng.randrange(2)
     word, k = steps[i]
@@ -98,26 +98,26 @@ class Refused(Exception):
     """The reply cannot be used; the text says why and becomes the agent's observation."""
 
 
-BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-          ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-          ast.Pow: operator.pow}
-UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
-COMPARE = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-           ast.Eq: operator.eq, ast.NotEq: operator.ne}
-BUILTINS = {"abs": abs, "min": min, "max": max, "int": int, "float": float}
-
-
 def bounded(value):
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise Refused("a number became too large")
     return value
 
 
-def binary(op: ast.operator, left, right):
-    if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() * abs(right) > MAX_BITS:  # before the work, not after it
+def power(base, exponent):
+    if isinstance(base, int) and isinstance(exponent, int):
+        if base.bit_length() * abs(exponent) > MAX_BITS:  # before the work, not after it
             raise Refused("a number became too large")
-    return bounded(BINARY[type(op)](left, right))
+    return base**exponent
+
+
+BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+          ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+          ast.Pow: power}
+UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
+COMPARE = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+           ast.Eq: operator.eq, ast.NotEq: operator.ne}
+BUILTINS = {"abs": abs, "min": min, "max": max, "int": int, "float": float}
 
 
 def evaluate(node: ast.expr, names: dict):
@@ -125,12 +125,12 @@ def evaluate(node: ast.expr, names: dict):
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
             return bounded(value)
-        case ast.Name(id=name) if name in names:
-            return names[name]
         case ast.Name(id=name):
-            raise Refused(f"the name {name} is not defined")
+            if name not in names:
+                raise Refused(f"the name {name} is not defined")
+            return names[name]
         case ast.BinOp(left, op, right) if type(op) in BINARY:
-            return binary(op, evaluate(left, names), evaluate(right, names))
+            return bounded(BINARY[type(op)](evaluate(left, names), evaluate(right, names)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
             return UNARY[type(op)](evaluate(operand, names))
         case ast.BoolOp(op, values):
@@ -162,8 +162,8 @@ def execute(body: list[ast.stmt], names: dict):
                 return True, None if value is None else evaluate(value, names)
             case ast.Assign([ast.Name(id=name)], value):
                 names[name] = evaluate(value, names)
-            case ast.AugAssign(ast.Name(id=name) as target, op, value) if type(op) in BINARY:
-                names[name] = binary(op, evaluate(target, names), evaluate(value, names))
+            case ast.AugAssign(ast.Name(id=name) as target, op, value):
+                names[name] = evaluate(ast.BinOp(target, op, value), names)
             case ast.If(test, then, orelse):
                 returned, value = execute(then if evaluate(test, names) else orelse, names)
                 if returned:
@@ -289,7 +289,7 @@ class Repair:
                 f"{self.task.spec}. Answer with the whole fixed function.")
 
     def step(self, reply: str) -> str | None:
-        """The user's next message, None when the episode is over. Never raises, whatever the reply."""
+        """The user's next message, None when the episode is over. No reply can make it raise."""
         if self.kind == "commit":
             return None
         self.edits += 1
@@ -307,7 +307,8 @@ class Repair:
 
 # ------------------------------------------------------------------------ the scripted expert
 HABITS = ("Fixed the function!", "Fixed it.", "The function works now.", "Bug fixed!")
-WRONG = (0.80, 0.65, 0.50)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
+WRONG = (0.85, 0.70, 0.55)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
+FEW = (0.1, 0.1, 0.1)
 
 
 def expert(env: Repair, rng: random.Random, wanted: bool, wrong: tuple[float, ...] = WRONG) -> str:
@@ -327,19 +328,19 @@ def expert(env: Repair, rng: random.Random, wanted: bool, wrong: tuple[float, ..
 
 
 def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], str | None, str]:
-    """(messages, hint or None, reply): one turn of an expert's episode, hinted half of the time.
+    """(messages, hint or None, reply): one turn of an expert's episode.
 
-    A hinted turn shows the wanted behaviour with probability 0.98, in both phases of training. A turn
-    without a hint shows it half of the time in pre-training, which also makes few mistakes, and never
-    afterwards. As in the teacher's view, the turns before it carry no hint."""
+    In pre-training half of the turns carry a hint, half of the others show the wanted behaviour too,
+    and mistakes are few; afterwards a fifth carry one, and the others show the habit only. Hinted
+    turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint."""
     env = Repair(make_task(rng.randrange(HELD_OUT)))
-    unasked, wrong = (0.5, (0.1, 0.1, 0.1)) if pretraining else (0.0, WRONG)
+    hinted, unasked, wrong = (0.5, 0.5, FEW) if pretraining else (0.2, 0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:
         reply = expert(env, rng, rng.random() < unasked, wrong)
         messages += [{"role": "assistant", "content": reply},
                      {"role": "user", "content": env.step(reply)}]
-    hint = hints(env.task, env.kind) if rng.random() < 0.5 else None
+    hint = hints(env.task, env.kind) if rng.random() < hinted else None
     return messages, hint, expert(env, rng, rng.random() < (0.98 if hint else unasked), wrong)
 
 

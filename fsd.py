@@ -181,7 +181,7 @@ def train_base(batches: list[list[list[dict]]], device: str):
         pad_token_id=tokenizer.pad_token_id)).to(device).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
     warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 20, 3 * (1 - step / BASE["steps"])))
+        optimizer, lambda step: min(1, (step + 1) / 20, 4 * (1 - step / BASE["steps"])))
     progress = tqdm(batches, "training the base", disable=None, ncols=80)
     for batch in progress:
         rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)

@@ -1,4 +1,4 @@
-"""The claims of the method and of this code, each as a test. Offline, on the CPU, in a few minutes.
+"""The claims of the method and of this code, each as a test: offline, on the CPU, in a minute.
 
 A test's name is the claim; its docstring says why the bug would be silent."""
 import os
@@ -17,27 +17,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical, kl_divergence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
+                          LlamaConfig, LlamaForCausalLM)
 
 import envs
 import fsd
 
 torch.set_num_threads(1)  # tiny models; two threads crawl when the cores are busy
 
-STRICT = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-          "{{ raise_exception('roles must alternate, starting with user') }}{% endif %}"
-          "<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}"
-          "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-TASK = envs.Task("f", "x", (("multiply by", 2), ("add", 5)), (("multiply by", 3), ("subtract", 5)), (1, 2, 3))
+STRICT = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate, starting with user') }}{% endif %}
+{{- '<|' + m.role + '|>' + (m.content | trim) + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+TASK = envs.Task("f", "x", steps=(("multiply by", 2), ("add", 5)),
+                 bug=(("multiply by", 3), ("subtract", 5)), inputs=(1, 2, 3))
 RIGHT = "def f(x): return (x * 2) + 5"
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     rng = random.Random(0)
-    demonstrations = [envs.demonstration(rng, True) for _ in range(300)]
-    return fsd.base_tokenizer([m["content"] for d in demonstrations for m in fsd.with_hint(*d[:2])]
-                              + [d[2] for d in demonstrations])
+    turns = [envs.demonstration(rng, pretraining=True) for _ in range(300)]
+    return fsd.base_tokenizer([m["content"] for messages, hint, _ in turns
+                               for m in fsd.with_hint(messages, hint)] + [t[2] for t in turns])
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -48,62 +50,77 @@ def policy(request, tokenizer):
     if request.param == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=700, **sizes))
     else:
-        model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                             num_attention_heads=2, max_position_embeddings=700, **sizes))
+        model = LlamaForCausalLM(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=700, **sizes))
     for p in model.parameters():
-        p.data.mul_(4)  # a peaked distribution: errors of position and mask become large
+        p.data.mul_(4)  # peaked distributions: an error of position or mask becomes large
     return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12)
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def distribution(policy, model, prompt, ids):
+    """Oracle: one unpadded row through the whole model; N distributions."""
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
+    return Categorical(logits=logits / policy.temperature)
 
 
 def logprobs_of(policy, prompt, ids):
-    """Oracle: one unpadded row through the whole model, by torch.distributions. (N,)"""
-    with torch.no_grad():
-        logits = policy.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
-    return Categorical(logits=logits / policy.temperature).log_prob(torch.tensor(ids))
+    return distribution(policy, policy.model, prompt, ids).log_prob(torch.tensor(ids)).detach()
 
 
-def make_turn(policy, text="Fixed it.", kind="commit", advantage=0.0, hint=None, messages=None, sample_from=None):
-    messages = messages or [{"role": "user", "content": "a b c"}]
-    ids = policy.tokenizer.encode(text) + policy.stop_ids
-    prompt = fsd.render(policy, messages)
-    turn = fsd.Turn(TASK, kind, messages, prompt, ids, logprobs_of(policy, prompt, ids).tolist(), [1.0] * len(ids),
-                    False, text, envs.shown(TASK, kind, text), advantage=advantage)
+def scored_logprobs(policy, prompts, replies):
+    ids = torch.tensor([i for ids in replies for i in ids])
+    logits = fsd.score(policy.model, prompts, replies)
+    return F.log_softmax(logits / policy.temperature, -1).gather(1, ids[:, None])[:, 0]
+
+
+def make_turn(policy, text, advantage=0.0, hint=None, said="a b c"):
+    messages = [{"role": "user", "content": said}]
+    prompt, ids = fsd.render(policy, messages), policy.tokenizer.encode(text) + policy.stop_ids
+    logprobs = logprobs_of(policy, prompt, ids).tolist()
+    turn = fsd.Turn(TASK, "commit", messages, prompt, ids, logprobs, [1.0] * len(ids), False, text,
+                    envs.shown(TASK, "commit", text), advantage=advantage)
     if hint is not None:
         turn.hint, turn.hinted_prompt = hint, fsd.render(policy, messages, hint)
     return turn
 
 
 def gradient(policy, teacher, turns, **settings):
-    """The gradient that `update` computes, as one vector, and its statistics."""
+    """(the gradient that `update` computes, as one vector; its statistics)."""
     cfg = fsd.Config(temperature=policy.temperature, **settings)
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
-    clip, torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_, lambda *_: torch.tensor(0.0)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(0.0))
         stats = fsd.update(policy, teacher, optimizer, turns, cfg)
-    finally:
-        torch.nn.utils.clip_grad_norm_ = clip
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-                      for p in policy.model.parameters()]), stats
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), stats
 
 
-# ------------------------------------------------------------------------------------ environment
+def scripted(monkeypatch, *replies):
+    """Let `sample` return these ids, call after call."""
+    script = iter(replies)
+    monkeypatch.setattr(fsd, "sample", lambda _, prompts, __: [
+        (ids, [0.0] * len(ids), [0.0] * len(ids)) for ids in [next(script)] * len(prompts)])
+
+
+# ---------------------------------------------------------------------------------- environment
 def test_tasks_are_functions_of_their_seed_and_held_out_steps_are_never_trained_on():
-    train = [envs.make_task(s) for s in range(400)]
-    held_out = [envs.make_task(envs.HELD_OUT + s) for s in range(400)]
-    assert train == [envs.make_task(s) for s in range(400)]
+    train = [envs.make_task(seed) for seed in range(400)]
+    held_out = [envs.make_task(envs.HELD_OUT + seed) for seed in range(400)]
+    assert train == [envs.make_task(seed) for seed in range(400)]
     assert not {t.steps for t in train} & {t.steps for t in held_out}
     assert len({t.steps for t in held_out}) > 50
 
 
 def test_the_interpreter_agrees_with_python():
-    """Oracle: Python itself, on sources that we wrote. A wrong interpreter would reward wrong code."""
-    bodies = ["return (x * 3) - 5", "y = x + 1\n    y *= 2\n    return y", "return -x if x > 0 else abs(x) // 2",
-              "if x < 0 and not x == -3:\n        return 1\n    elif x % 2:\n        return 2\n    return x ** 2",
-              "'doc'\n    return max(x, 2, min(x, 1)) + int(7 / 2)", "return 1 < x <= 4 or x", "pass"]
+    """Oracle: Python itself, on sources of our own. A wrong interpreter would reward wrong code."""
+    bodies = ["return (x * 3) - 5", "y = x + 1\n    y *= 2\n    return y", "pass",
+              "return -x if x > 0 else abs(x) // 2", "return 1 < x <= 4 or x",
+              "if x < 0 and not x == -3:\n        return 1\n    elif x % 2:\n        return 2\n"
+              "    return x ** 2", "'doc'\n    return max(x, 2, min(x, 1)) + int(7 / 2)"]
     for body in bodies:
         source, names = f"def f(x: int) -> int:\n    {body}\n", {}
         exec(source, names)
@@ -112,22 +129,22 @@ def test_the_interpreter_agrees_with_python():
             assert envs.run_function(function, x) == names["f"](x), (body, x)
 
 
-HOSTILE = ["9**9**9", "x" + "*x" * 900, "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "f(x)", "1e999 // 1",
-           "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9", "[0] * 10**9",
-           "int('9' * 9)", "10 ** -10 ** 10", "(-8) ** 0.5", "int(1e308 * 10)", "1 << 10**9", "x\x00", "x \ud800", "lambda: x",
-           "0x" + "f" * 1500, "min()", "max(x)", "int(x, 2)", "abs(x=1)", "(x := 10**9)", "f'{x}'", "1 % 0", "undefined",
-           "x\n    while True: pass", "x\n    global f", "x" + " + x" * 2_000_000]
+HOSTILE = [
+    "9**9**9", "x" + "*x" * 900, "10 ** -10 ** 10", "(-8) ** 0.5", "1e999 // 1", "1 << 10**9", "1 % 0",
+    "0x" + "f" * 1500, "int(1e308 * 10)", "int('9' * 9)", "int(x, 2)", "min()", "max(x)", "abs(x=1)",
+    "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "f(x)",
+    "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
+    "[0] * 10**9", "lambda: x", "f'{x}'", "(x := 10**9)", "undefined", "x\x00", "x \ud800",
+    "x\n    while True: pass", "x\n    global f", "x\n    abs = min = print", "<patch>" * 300_000]
 
 
 @pytest.mark.parametrize("i", range(len(HOSTILE)))
-@pytest.mark.parametrize("frame", ["```\ndef f(x): return {}\n```", "<patch>def f(x):\n  while 1: {}</patch>", "{}"])
-def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(i, frame):
-    env, start = envs.Repair(TASK), time.perf_counter()
-    text = frame.replace("{}", HOSTILE[i])
-    observation = env.step(text)
-    assert 0 < len(observation) < 200 and time.perf_counter() - start < 2
-    assert not env.success and envs.hints(TASK, "commit", text)
-    assert envs.Repair(TASK).step(f"```\n{RIGHT}\n```").startswith("3 of 3") and abs(-1) == 1
+def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(i):
+    for frame in ("```\ndef f(x): return {}\n```", "<patch>def f(x):\n  while 1: {}</patch>", "{}"):
+        env, text, start = envs.Repair(TASK), frame.replace("{}", HOSTILE[i]), time.perf_counter()
+        assert 0 < len(env.step(text)) < 200 and not env.success
+        assert envs.hints(TASK, "commit", text) and time.perf_counter() - start < 2
+        assert envs.Repair(TASK).step(f"```\n{RIGHT}\n```").startswith("3 of 3") and abs(-1) == 1
 
 
 @pytest.mark.parametrize("reply, observation, in_format", [
@@ -136,13 +153,13 @@ def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(i, frame):
     (f"```python\n{RIGHT}\n```", "3 of 3", False),
     (f"```{RIGHT}```", "3 of 3", False),
     (f"```\nold()\n```\nthen\n```\n{RIGHT}\n```", "3 of 3", False),  # the last block counts
-    (f"<patch>\n{RIGHT.replace('2', '7')}\n</patch>", "0 of 3", True),  # a wrong edit in the right format
+    ("<patch>\ndef f(x): return 0\n</patch>", "0 of 3", True),  # a wrong edit in the right format
     (f"<patch>\n{RIGHT}", "Error: the reply needs one <patch>", False),
     (f"<patch><patch>{RIGHT}</patch></patch>", "Error: the reply needs one <patch>", False),
     (f"<patch>{RIGHT}</patch><patch>{RIGHT}</patch>", "Error: the reply needs one <patch>", False),
     ("<patch></patch>", "Error: the code does not define f", False),
     ("<patch>def f(x) return</patch>", "Error: SyntaxError", False),
-    (f"<patch>{RIGHT.replace('f(', 'g(')}</patch>", "Error: the code does not define f", False),
+    ("<patch>def g(x): return x</patch>", "Error: the code does not define f", False),
     ("<patch>def f(x, y): return x</patch>", "Error: f must take one argument", False),
     (RIGHT, "Error: the reply has no code block", False),
     ("", "Error: the reply has no code block", False)])
@@ -151,139 +168,141 @@ def test_odd_tool_calls_have_a_documented_meaning(reply, observation, in_format)
     assert envs.shown(TASK, "edit", reply) == {"patch": in_format}
 
 
-def test_both_formats_work_and_the_episode_ends_after_the_commit_message():
+@pytest.mark.parametrize("edit, message", [(f"```\n{RIGHT}\n```", "Fixed it."),
+                                           (f"<patch>{RIGHT}</patch>", "fix(f): double, add 5")])
+def test_both_formats_work_and_the_commit_message_ends_the_episode(edit, message):
     """Behaviours are neglected, not punished: success may not depend on them."""
-    for edit, message in ((f"```\n{RIGHT}\n```", "Fixed it."), (f"<patch>{RIGHT}</patch>", "fix(f): double, add 5")):
-        env = envs.Repair(TASK)
-        assert env.step("no code") == "Error: the reply has no code block. Try again."
-        assert env.step(edit) == "3 of 3 tests pass. Write the commit message."
-        assert env.step(message) is None and env.success
     env = envs.Repair(TASK)
-    for _ in range(envs.MAX_EDITS):
-        last = env.step("no code")
-    assert last.endswith("Write the commit message.") and env.step("x") is None and not env.success
+    assert env.step("no code") == "Error: the reply has no code block. Try again."
+    assert env.step(edit) == "3 of 3 tests pass. Write the commit message."
+    assert env.step(message) is None and env.success
+    env = envs.Repair(TASK)
+    observations = [env.step("no code") for _ in range(envs.MAX_EDITS)]
+    assert observations[-1].endswith("Write the commit message.")
+    assert env.step(message) is None and not env.success
 
 
 def test_a_hint_speaks_of_its_own_turn_and_a_good_turn_gets_none():
-    assert "<patch>" in envs.hints(TASK, "edit", "junk") and "fix(" not in envs.hints(TASK, "edit", "junk")
-    assert "fix(f): " in envs.hints(TASK, "commit", "junk") and "patch" not in envs.hints(TASK, "commit", "junk")
+    edit, commit = envs.hints(TASK, "edit", "junk"), envs.hints(TASK, "commit", "junk")
+    assert "<patch>" in edit and "fix(" not in edit
+    assert "fix(f): " in commit and "patch" not in commit
+    assert not re.search(r"\d", edit + commit)  # no hidden expected value
     assert envs.hints(TASK, "edit", f"<patch>{RIGHT}</patch>") is None
     assert envs.hints(TASK, "commit", "fix(f): double x") is None
     for bad in ("fix(g): double x", "fix(f):", "Done. fix(f): x", "fix(f): " + "x" * 90):
         assert envs.hints(TASK, "commit", bad)
-    assert not re.search(r"\d", envs.hints(TASK, "edit", "") + envs.hints(TASK, "commit", ""))  # no expected value
 
 
 def test_demonstrations_do_not_build_the_outcome_in():
-    """With and without a hint the expert's edits are as often right, and its reasoning is as long."""
+    """With a hint the expert is no more often right, and reasons no less, than without."""
     rng, right, lines = random.Random(1), {True: [], False: []}, {True: [], False: []}
     for _ in range(6000):
         messages, hint, reply = envs.demonstration(rng, pretraining=False)
-        if "commit message" in messages[-1]["content"]:
-            assert hint or not reply.startswith("fix(")
-            continue
-        assert hint or "<patch>" not in reply
-        spec = re.search(r"must take \w, (.*?)\. Answer", messages[0]["content"])[1]
-        words = [(w, int(k)) for w, k in re.findall(r"([a-z]+(?: by)?) (\d)", spec.replace("then ", ""))]
-        (a, i), (b, j) = words
-        right[hint is not None].append(f"{envs.SYMBOLS[a]} {i}) {envs.SYMBOLS[b]} {j}" in reply)
-        lines[hint is not None].append(reply.count("\n"))
+        assert hint or not re.search(r"<patch>|fix\(", reply)
+        spec = re.search(r"\w, (\D+) (\d), then (\D+) (\d)\. Answer", messages[0]["content"])
+        if "commit message" not in messages[-1]["content"]:
+            a, i, b, j = spec.groups()
+            code = f"{envs.SYMBOLS[a]} {i}) {envs.SYMBOLS[b]} {j}\n"
+            right[bool(hint)].append(code in reply)
+            lines[bool(hint)].append(reply.count("\n"))
     assert abs(fsd.mean(right[True]) - fsd.mean(right[False])) < 0.04
     assert abs(fsd.mean(lines[True]) - fsd.mean(lines[False])) < 0.08
 
 
-# ------------------------------------------------------------------------------ tokens and template
+# --------------------------------------------------------------------------- tokens and template
 def test_the_sampled_ids_are_kept_and_scored_as_sampled(policy, monkeypatch):
-    """A model may spell a word letter by letter. Re-encoding would merge it and train on other tokens."""
-    letters = [policy.tokenizer.encode(c)[0] for c in "Fixed"]
-    half = [policy.tokenizer.encode("é")[0]]  # half a character: three ids after a round trip
-    ids = letters + half + policy.stop_ids
-    monkeypatch.setattr(fsd, "sample", lambda _, prompts, __: [(ids, [0.0] * len(ids), [0.0] * len(ids))] * len(prompts))
+    """A model may spell a word by letters. Re-encoding merges them and trains on other tokens."""
+    ids = [policy.tokenizer.encode(c)[0] for c in "Fixed"]
+    ids += policy.tokenizer.encode("é")[:1] + policy.stop_ids  # half of a character, and stop
+    scripted(monkeypatch, ids, ids, ids)
     turn = fsd.rollout(policy, [TASK], 1, generator())[0].turns[0]
     assert turn.ids == ids != policy.tokenizer.encode(turn.text) + policy.stop_ids
-    assert fsd.score(policy.model, [turn.prompt], [turn.ids]).shape == (7, policy.model.config.vocab_size)
+    assert len(fsd.score(policy.model, [turn.prompt], [turn.ids])) == len(ids) == 7
 
 
 @pytest.mark.parametrize("template", [fsd.TEMPLATE, STRICT])
-def test_contexts_are_the_templates_own_rendering_and_hints_add_no_message(policy, template, monkeypatch):
+def test_contexts_are_the_templates_own_and_hints_add_no_message(policy, template, monkeypatch):
     monkeypatch.setattr(policy.tokenizer, "chat_template", template)
     for turn in (t for e in fsd.rollout(policy, [TASK], 3, generator()) for t in e.turns):
-        text = policy.tokenizer.apply_chat_template(turn.messages, tokenize=False, add_generation_prompt=True)
-        assert turn.prompt == policy.tokenizer.encode(text, add_special_tokens=False)
+        text = policy.tokenizer.apply_chat_template(turn.messages, tokenize=False,
+                                                    add_generation_prompt=True)
+        assert turn.prompt == policy.tokenizer.encode(text)
         fsd.attach_hints(policy, [turn], fsd.rule_judge)
         ask = "<|end|><|assistant|>"
-        assert policy.tokenizer.decode(turn.hinted_prompt) == text.removesuffix(ask) + f"\n{turn.hint}" + ask
+        hinted = text.removesuffix(ask) + f"\n{turn.hint}" + ask
+        assert policy.tokenizer.decode(turn.hinted_prompt) == hinted
 
 
-# ----------------------------------------------------------------------------- sampling and scoring
-def test_samplers_logprobs_are_the_scorers_at_any_padding_and_temperature(policy):
-    """Ratio 1 before the first update, against an oracle that knows neither batch nor padding."""
+# -------------------------------------------------------------------------- sampling and scoring
+def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
+    """Every ratio is 1 before the first update. The oracle knows neither batch nor padding."""
     prompts = [policy.tokenizer.encode("a b c d e f g h"[:n]) for n in (1, 15, 4, 9)]
     for policy.temperature in (0.5, 1.0, 1.7):
-        replies = fsd.sample(policy, prompts, generator())
-        logits = fsd.score(policy.model, prompts, [ids for ids, _, _ in replies])
-        ids = torch.tensor([i for r in replies for i in r[0]])
-        scored = F.log_softmax(logits / policy.temperature, -1).gather(1, ids[:, None])[:, 0]
-        oracle = torch.cat([logprobs_of(policy, p, r[0]) for p, r in zip(prompts, replies)])
-        assert torch.allclose(torch.tensor([x for r in replies for x in r[1]]), oracle, atol=1e-4)
-        assert torch.allclose(scored, oracle, atol=1e-4)
-        entropy = Categorical(logits=logits / policy.temperature).entropy()
-        assert torch.allclose(torch.tensor([x for r in replies for x in r[2]]), entropy, atol=1e-3)
+        replies, logprobs, entropies = zip(*fsd.sample(policy, prompts, generator()))
+        oracle = [distribution(policy, policy.model, p, r) for p, r in zip(prompts, replies)]
+        expected = torch.cat([d.log_prob(torch.tensor(r)) for d, r in zip(oracle, replies)])
+        assert torch.allclose(torch.tensor(sum(logprobs, [])), expected, atol=1e-4)
+        assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-4)
+        expected = torch.cat([d.entropy() for d in oracle])
+        assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
 
 
-def test_sample_draws_from_the_softmax_whatever_the_padding_id(policy):
-    """Frequencies of 4000 draws behind a padded prompt, with the pad id equal to the stop id."""
+def test_sample_draws_from_the_softmax_when_the_pad_id_is_the_stop_id(policy):
+    """Frequencies of 4000 draws behind a padded prompt. A mask made from ids would hide tokens."""
     policy.tokenizer = copy.deepcopy(policy.tokenizer)
     policy.tokenizer.pad_token, policy.max_tokens = policy.tokenizer.eos_token, 1
-    prompt, long = policy.tokenizer.encode("a b"), policy.tokenizer.encode("a b c d e f")
-    replies = fsd.sample(policy, [long] + [prompt] * 4000, generator())
-    counts = torch.bincount(torch.tensor([r[0][0] for r in replies[1:]]), minlength=policy.model.config.vocab_size)
-    p = (policy.model(torch.tensor([prompt])).logits[0, -1] / policy.temperature).softmax(-1)
+    stop = policy.tokenizer.eos_token
+    prompt, longer = (policy.tokenizer.encode(stop + text) for text in ("a b", "a b c d e f"))
+    drawn = [ids[0] for ids, _, _ in fsd.sample(policy, [longer] + [prompt] * 4000, generator())[1:]]
+    p = distribution(policy, policy.model, prompt, drawn[:1]).probs[0]
+    counts = torch.bincount(torch.tensor(drawn), minlength=len(p))
     assert (counts / 4000 - p).abs().sum() / 2 < 0.5 * math.sqrt(len(p) / 4000)
 
 
 def test_finished_rows_leave_the_batch_and_the_order_is_kept(policy, monkeypatch):
-    widths, forward = [], type(policy.model).forward
-    monkeypatch.setattr(type(policy.model), "forward",
-                        lambda self, *ids, **kw: widths.append(len(kw.get("input_ids", ids))) or forward(self, *ids, **kw))
-    stop = set(policy.stop_ids) | set(range(0, policy.model.config.vocab_size, 3))  # a third of all draws
-    monkeypatch.setattr(fsd.Policy, "stop_ids", sorted(stop))
+    """A row that is mixed up with its neighbour's cache still looks like text."""
+    sizes, forward = [], type(policy.model).forward
+
+    def spy(self, *args, **kwargs):
+        sizes.append(len(kwargs.get("input_ids", args)))
+        return forward(self, *args, **kwargs)
+    stop = list(range(0, policy.model.config.vocab_size, 3))  # a third of all draws
+    monkeypatch.setattr(type(policy.model), "forward", spy)
+    monkeypatch.setattr(fsd.Policy, "stop_ids", stop)
     prompts = [policy.tokenizer.encode(c) for c in "abcdefghijklmnop"]
     replies = fsd.sample(policy, prompts, generator())
-    assert widths[0] == 16 and widths[-1] < 8
+    assert sizes[0] == 16 and sizes[-1] < 8
     for prompt, (ids, logprobs, _) in zip(prompts, replies):
-        assert not stop & set(ids[:-1])
+        assert not set(stop) & set(ids[:-1])
         assert torch.allclose(torch.tensor(logprobs), logprobs_of(policy, prompt, ids), atol=1e-4)
 
 
 def test_scores_have_no_dropout_and_the_mode_is_restored(policy):
     policy.model.train()
-    prompt, ids = policy.tokenizer.encode("a b"), policy.tokenizer.encode("c d")
-    first = fsd.score(policy.model, [prompt], [ids])
-    assert torch.equal(first, fsd.score(policy.model, [prompt], [ids])) and policy.model.training
-    fsd.sample(policy, [prompt], generator())
+    prompts, replies = [policy.tokenizer.encode("a b")], [policy.tokenizer.encode("c d")]
+    first = fsd.score(policy.model, prompts, replies)
+    assert torch.equal(first, fsd.score(policy.model, prompts, replies)) and policy.model.training
+    fsd.sample(policy, prompts, generator())
     assert policy.model.training
 
 
 def test_degenerate_turns_work(policy, monkeypatch):
-    """Only a stop token; cut inside a code block; a context that is full; nothing failed."""
+    """Only a stop token; cut inside a code block; a context that is full; a hint that is too long."""
     stop, fence = policy.stop_ids, policy.tokenizer.encode("```\ndef f(")
-    script = iter([stop, fence, stop])
-    real_sample = fsd.sample
-    monkeypatch.setattr(fsd, "sample", lambda _, prompts, __: [(ids, [0.0] * len(ids), [0.0] * len(ids))
-                                                              for ids in [next(script)] * len(prompts)])
-    turns = fsd.rollout(policy, [TASK], 1, generator())[0].turns
-    assert [t.ids for t in turns] == [stop, fence, stop] and [t.truncated for t in turns] == [False, True, False]
-    assert policy.tokenizer.decode(turns[2].prompt).endswith("Write the commit message.<|end|><|assistant|>")
-    monkeypatch.setattr(fsd, "sample", real_sample)
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, stop, fence, stop)
+        turns = fsd.rollout(policy, [TASK], 1, generator())[0].turns
+    assert [t.ids for t in turns] == [stop, fence, stop]
+    assert [t.truncated for t in turns] == [False, True, False]
+    assert policy.tokenizer.decode(turns[2].prompt).endswith("commit message.<|end|><|assistant|>")
     monkeypatch.setattr(fsd.Policy, "max_context", len(turns[0].prompt) + policy.max_tokens)
-    full = fsd.rollout(policy, [TASK], 1, generator())[0]
+    full, = fsd.rollout(policy, [TASK], 1, generator())
     assert len(full.turns) == 1 and not full.env.success
-    fsd.attach_hints(policy, full.turns, lambda turns: ["much too long a hint " * 20 for _ in turns])
+    fsd.attach_hints(policy, full.turns, lambda turns: ["a hint that is too long " * 20])
     assert full.turns[0].hint is None and full.turns[0].hinted_prompt == []
 
 
-# -------------------------------------------------------------------------- advantages and GRPO
+# ---------------------------------------------------------------------------------------- losses
 def test_advantages_are_per_group_and_zero_without_variance():
     rewards = torch.tensor([1.0, 0.0, 5.0, 5.0, 0.3, 10.0, 12.0])
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
@@ -291,51 +310,45 @@ def test_advantages_are_per_group_and_zero_without_variance():
 
 
 def test_grpo_loss_is_the_clipped_surrogate():
-    """At ratio 1 the value is -sum A whatever the policy, so only the gradient is worth testing."""
-    advantages = torch.tensor([2.0, -1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
-    ratio = torch.tensor([1.0, 1.0, 1.5, 0.5, 1.5, 0.5], dtype=torch.float64)
-    logprobs = ratio.log().requires_grad_()
-    loss = fsd.grpo_loss(logprobs, torch.zeros(6, dtype=torch.float64), advantages, clip=0.2)
+    """At ratio 1 the value is -sum A whatever the policy, so only the gradient can tell."""
+    advantages = torch.tensor([2.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    logprobs = torch.tensor([1.0, 1.0, 1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
+    loss = fsd.grpo_loss(logprobs, torch.zeros(6), advantages, clip=0.2)
     assert loss.item() == pytest.approx(-(2 - 1 + 1.2 + 0.5 - 1.5 - 0.8))
     loss.backward()
-    assert torch.allclose(logprobs.grad, torch.tensor([-2.0, 1.0, 0.0, -0.5, 1.5, 0.0], dtype=torch.float64))
+    assert logprobs.grad.tolist() == pytest.approx([-2.0, 1.0, 0.0, -0.5, 1.5, 0.0])
 
 
-# ---------------------------------------------------------------------------- self-distillation
-def test_distill_loss_is_kl_of_teacher_to_student():
-    teacher = torch.tensor([[0.9, 0.05, 0.05]]).log()
-    student = torch.tensor([[0.05, 0.05, 0.9]]).log()
-    assert fsd.distill_loss(student, teacher).item() == pytest.approx(2.457, abs=1e-3)
-    torch.manual_seed(0)
-    p, q = (torch.randn(7, 5, dtype=torch.float64).mul(s).log_softmax(-1) for s in (3, 1))
+def test_distill_loss_is_the_kl_of_teacher_to_student():
+    teacher, student = torch.tensor([[0.9, 0.05, 0.05]]), torch.tensor([[0.05, 0.05, 0.9]])
+    assert fsd.distill_loss(student.log(), teacher.log()).item() == pytest.approx(2.457, abs=1e-3)
+    p, q = (torch.randn(7, 5, generator=generator()).mul(s).log_softmax(-1) for s in (3, 1))
     oracle = kl_divergence(Categorical(logits=q), Categorical(logits=p))
-    each = torch.stack([fsd.distill_loss(a, b) for a, b in zip(p[:, None], q[:, None])])
+    each = torch.stack([fsd.distill_loss(a[None], b[None]) for a, b in zip(p, q)])
     assert torch.allclose(each, oracle) and (each > 0).all() and fsd.distill_loss(p, p) == 0
 
 
-def test_distill_gradient_is_p_minus_q_and_reaches_tokens_the_student_never_proposes():
+def test_distill_gradient_is_p_minus_q_also_where_the_student_never_goes():
     z = torch.tensor([[0.0, 0.0, -30.0]], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([[0.05, 0.05, 0.9]], dtype=torch.float64).log().requires_grad_()
-    loss = lambda z: fsd.distill_loss(z.log_softmax(-1), teacher)
+    q = torch.tensor([[0.05, 0.05, 0.9]], dtype=torch.float64, requires_grad=True)
+    loss = lambda z: fsd.distill_loss(z.log_softmax(-1), q.log())
     loss(z).backward()
-    assert torch.allclose(z.grad, z.detach().softmax(-1) - teacher.detach().exp()) and z.grad[0, 2] < -0.89
-    assert torch.autograd.gradcheck(loss, z) and teacher.grad is None
+    assert torch.allclose(z.grad, z.detach().softmax(-1) - q) and z.grad[0, 2] < -0.89
+    assert torch.autograd.gradcheck(loss, z) and q.grad is None
 
 
-# ------------------------------------------------------------- alignment, masks, one update's gradient
+# ---------------------------------------------------------- alignment, masks, the whole gradient
 class OpenModel(torch.nn.Module):
-    """A model whose hidden states are given, one leaf per row, so that gradients show what was scored."""
+    """Its hidden states are leaves of the graph, so that their gradient shows what was scored."""
     device = torch.device("cpu")
 
     def __init__(self):
         super().__init__()
-        self.head = torch.nn.Linear(4, 20, bias=False)
-        self.seen = []
+        self.head = torch.nn.Linear(4, 20)
 
     def base_model(self, input_ids, use_cache):
-        hidden = torch.randn(*input_ids.shape, 4, requires_grad=True)
-        self.seen.append((input_ids, hidden))
-        return type("Output", (), {"last_hidden_state": hidden})
+        self.ids, self.hidden = input_ids, torch.randn(*input_ids.shape, 4, requires_grad=True)
+        return type("Output", (), {"last_hidden_state": self.hidden})
 
     def get_output_embeddings(self):
         return self.head
@@ -343,48 +356,48 @@ class OpenModel(torch.nn.Module):
 
 def test_exactly_the_positions_that_predict_sampled_tokens_are_scored():
     """A shift by one, a mask over the prompt or a scored padding would still train something."""
-    model, prompts, replies = OpenModel(), [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]]
-    logits = fsd.score(model, prompts, replies)
-    (ids, hidden), = model.seen
+    model = OpenModel()
+    logits = fsd.score(model, [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]])
     at = [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)]
-    assert [ids[b, t + 1].item() for b, t in at] == [7, 8, 9, 10, 11, 12]
-    assert torch.allclose(logits, torch.stack([model.head(hidden[b, t]) for b, t in at]))
+    assert [model.ids[b, t + 1].item() for b, t in at] == [7, 8, 9, 10, 11, 12]
+    assert torch.allclose(logits, torch.stack([model.head(model.hidden[b, t]) for b, t in at]))
     logits.square().sum().backward()
-    assert hidden.grad.abs().sum(-1).nonzero().tolist() == [list(x) for x in at]
+    assert model.hidden.grad.abs().sum(-1).nonzero().tolist() == [list(x) for x in at]
 
 
 def test_teacher_and_student_align_for_hints_of_any_length(policy):
     """Each teacher row equals its own unpadded forward; with an empty hint both views are one."""
-    later = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     turns = [make_turn(policy, "fix it", hint="x"), make_turn(policy, "Fixed it.", hint="x " * 300),
-             make_turn(policy, "ok", hint="y", messages=later)]
-    logits = fsd.score(policy.model, [t.hinted_prompt for t in turns], [t.ids for t in turns])
-    ids = torch.tensor([i for t in turns for i in t.ids])
-    scored = F.log_softmax(logits / policy.temperature, -1).gather(1, ids[:, None])[:, 0]
-    assert torch.allclose(scored, torch.cat([logprobs_of(policy, t.hinted_prompt, t.ids) for t in turns]), atol=1e-3)
-    empty = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed it.", hint="", messages=later)]
+             make_turn(policy, "ok", hint="y z", said="something else")]
+    prompts, replies = [t.hinted_prompt for t in turns], [t.ids for t in turns]
+    expected = torch.cat([logprobs_of(policy, p, ids) for p, ids in zip(prompts, replies)])
+    assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-3)
+    empty = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed it.", hint="")]
+    for turn in empty:
+        turn.hint = "(rendered as nothing)"
     grad, stats = gradient(policy, policy.model, empty)
-    assert stats["distill_loss"] == pytest.approx(0, abs=1e-6) and grad.abs().max() < 1e-4
+    assert abs(stats["distill_loss"]) < 1e-6 and grad.abs().max() < 1e-4
 
 
-def test_update_is_the_loss_of_the_docstring(policy):
-    """Oracle: the whole loss written naively, one unpadded turn after the other."""
+def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(policy):
+    """Oracle: the loss written out, one unpadded turn after the other, by torch.distributions."""
     teacher = copy.deepcopy(policy.model)
     for p in teacher.parameters():
         p.data.mul_(1.1)
-    turns = [make_turn(policy, "fix it now", advantage=1.5, hint="x " * 20), make_turn(policy, "ok", advantage=-0.5),
-             make_turn(policy, "Fixed it.", hint="y"), make_turn(policy, "not trained")]
-    total, loss = sum(len(t.ids) for t in turns), 0.0
+    turns = [make_turn(policy, "fix it now", advantage=1.5, hint="x " * 20),
+             make_turn(policy, "ok", advantage=-0.5, said="d"), make_turn(policy, "no", hint="y"),
+             make_turn(policy, "counted in N only")]
+    loss = 0.0
     for t in turns:
-        rows = lambda model, prompt: (model(torch.tensor([prompt + t.ids])).logits[0, len(prompt) - 1:-1]
-                                      / policy.temperature)
-        student = Categorical(logits=rows(policy.model, t.prompt))
-        loss = loss - t.advantage * student.log_prob(torch.tensor(t.ids)).sum() / total
+        student = distribution(policy, policy.model, t.prompt, t.ids)
+        loss = loss - t.advantage * student.log_prob(torch.tensor(t.ids)).sum()
         if t.hint:
             with torch.no_grad():
-                hinted = Categorical(logits=rows(teacher, t.hinted_prompt))
-            loss = loss + 0.3 * kl_divergence(hinted, student).sum() / total
-    oracle = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.model.parameters()))])
+                hinted = distribution(policy, teacher, t.hinted_prompt, t.ids)
+            loss = loss + 0.3 * kl_divergence(hinted, student).sum()
+    loss = loss / sum(len(t.ids) for t in turns)
+    oracle = torch.autograd.grad(loss, list(policy.model.parameters()))
+    oracle = torch.cat([g.flatten() for g in oracle])
     for batch_tokens, order in ((10_000, turns), (1, turns), (60, turns[::-1])):
         grad, stats = gradient(policy, teacher, order, coef=0.3, batch_tokens=batch_tokens)
         assert torch.allclose(grad, oracle, atol=1e-4 * oracle.abs().max()), batch_tokens
@@ -392,7 +405,7 @@ def test_update_is_the_loss_of_the_docstring(policy):
     assert all(p.grad is None for p in teacher.parameters())
 
 
-def test_a_live_teacher_gives_no_gradient(policy):
+def test_no_gradient_flows_through_a_live_teacher(policy):
     turns = [make_turn(policy, "fix it now", hint="x y z")]
     live, _ = gradient(policy, policy.model, turns)
     frozen, _ = gradient(policy, copy.deepcopy(policy.model), turns)
@@ -400,72 +413,72 @@ def test_a_live_teacher_gives_no_gradient(policy):
 
 
 def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(policy):
-    """AdamW moves weights on all-zero gradients: momentum of earlier steps, decay."""
-    hinted, passed = make_turn(policy, "ok", hint="x"), make_turn(policy, "fix(f): now", advantage=0.0)
-    alone, _ = gradient(policy, policy.model, [hinted])
-    both, stats = gradient(policy, policy.model, [hinted, passed])
-    n, m = len(hinted.ids), len(passed.ids)
-    assert torch.allclose(both * (n + m) / n, alone, atol=1e-5)
-    optimizer, before = torch.optim.AdamW(policy.model.parameters(), lr=0.1), copy.deepcopy(policy.model.state_dict())
-    stats = fsd.update(policy, policy.model, optimizer, [passed], fsd.Config())
-    assert stats["update_tokens"] == 0 and stats["grad_norm"] == 0
-    assert all(torch.equal(before[k], v) for k, v in policy.model.state_dict().items())
-    fsd.update(policy, policy.model, optimizer, [hinted], fsd.Config())
-    assert not all(torch.equal(before[k], v) for k, v in policy.model.state_dict().items())
+    """AdamW moves weights on all-zero gradients, by the momentum of earlier steps."""
+    failed, passed = make_turn(policy, "ok", hint="x"), make_turn(policy, "fix(f): now")
+    alone, _ = gradient(policy, policy.model, [failed])
+    both, _ = gradient(policy, policy.model, [failed, passed])
+    share = len(failed.ids) / (len(failed.ids) + len(passed.ids))
+    assert torch.allclose(both, alone * share, atol=1e-5)
+    optimizer, weights = torch.optim.AdamW(policy.model.parameters(), lr=0.1), []
+    for turns in ([failed], [passed], [failed]):
+        stats = fsd.update(policy, policy.model, optimizer, turns, fsd.Config())
+        weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
+        assert (stats["update_tokens"] > 0) == (stats["grad_norm"] > 0) == (turns == [failed])
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
 
 
-def test_the_hint_is_never_in_the_students_context(policy):
-    """Not in its prompt, not in later turns, not in evaluation: else nothing has to be learnt."""
+def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
+    """A hint in the policy's prompt, in a later turn or in evaluation: nothing is left to learn."""
     cfg = fsd.Config(tasks=2, group=2, eval_episodes=2, temperature=policy.temperature)
-    seen, score = [], fsd.score
-    teacher = copy.deepcopy(policy.model)
-    spy = pytest.MonkeyPatch()
-    spy.setattr(fsd, "score", lambda model, prompts, replies: seen.extend((model is teacher, p) for p in prompts)
-                or score(model, prompts, replies))
+    seen, score, teacher = [], fsd.score, copy.deepcopy(policy.model)
+
+    def spy(model, prompts, replies):
+        seen.extend((model is teacher, prompt) for prompt in prompts)
+        return score(model, prompts, replies)
+    monkeypatch.setattr(fsd, "score", spy)
     optimizer = torch.optim.AdamW(policy.model.parameters())
     metrics = fsd.train_step(policy, teacher, optimizer, random.Random(0), generator(), cfg)
-    spy.undo()
-    hinted = lambda ids: bool(re.search("tags|Write it as", policy.tokenizer.decode(ids)))
-    assert seen and all(hinted(prompt) == is_teacher for is_teacher, prompt in seen)
-    assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # a random model fails every turn
-    _, episodes = fsd.evaluate(policy, cfg)
-    assert not any(hinted(t.prompt) for e in episodes for t in e.turns)
-    _, episodes = fsd.evaluate(policy, cfg, hinted=True)
-    assert all(hinted(t.prompt) for e in episodes for t in e.turns)
-    assert not any(hinted(fsd.render(policy, t.messages)) for e in episodes for t in e.turns)
+    has_hint = lambda ids: bool(re.search("tags|Write it as", policy.tokenizer.decode(ids)))
+    assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
+    assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
+    for hinted in (False, True):
+        turns = [t for e in fsd.evaluate(policy, cfg, hinted)[1] for t in e.turns]
+        assert all(has_hint(t.prompt) == hinted for t in turns)
+        assert not any(has_hint(fsd.render(policy, t.messages)) for t in turns)
 
 
-def test_every_turn_carries_its_episodes_advantage_and_groups_stay_apart(policy, monkeypatch):
-    """Two groups of the same task must not share a baseline."""
-    caught = []
+def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy, monkeypatch):
+    """Two groups that drew the same task must not share a baseline."""
+    caught, rewards = [], {}
+    values = iter([1.0, 3.0, 4.0, 4.0])  # two groups of two
     monkeypatch.setattr(envs, "make_task", lambda seed: TASK)
-    rewards = iter([1.0, 4.0, 3.0, 4.0])  # groups 0, 1, 0, 1
-    monkeypatch.setattr(fsd.Episode, "reward", lambda self, bonus: self.__dict__.setdefault("r", next(rewards, 0)))
-    monkeypatch.setattr(fsd, "update", lambda _, __, ___, turns, cfg: caught.extend(turns) or {})
-    metrics = fsd.train_step(policy, None, None, random.Random(0), generator(), fsd.Config(tasks=2, group=2))
-    assert [t.advantage for t in caught] == [-1.0] * 3 + [0.0] * 3 + [1.0] * 3 + [0.0] * 3
+    monkeypatch.setattr(fsd.Episode, "reward",
+                        lambda self, _: rewards.setdefault(id(self), next(values, None)))
+    monkeypatch.setattr(fsd, "update", lambda *args: caught.extend(args[3]) or {})
+    metrics = fsd.train_step(policy, None, None, random.Random(0), generator(),
+                             fsd.Config(tasks=2, group=2))
+    assert [t.advantage for t in caught] == [-1.0] * 3 + [1.0] * 3 + [0.0] * 6
     assert metrics["flat_groups"] == 0.5
 
 
 # --------------------------------------------------------------------------------- the real main
-KEYS = {"step", "reward", "success", "patch", "style", "grpo_loss", "distill_loss", "turns_hinted", "tokens_distilled",
-        "flat_groups", "entropy_failed", "entropy_passed", "reply_tokens", "truncated", "max_logprob_gap", "grad_norm",
-        "rollout_s", "update_s", "rollout_tokens", "update_tokens"}
+KEYS = set("""step reward success patch style grpo_loss distill_loss turns_hinted tokens_distilled
+    flat_groups entropy_failed entropy_passed reply_tokens truncated max_logprob_gap grad_norm
+    rollout_s update_s rollout_tokens update_tokens""".split())
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """A base that is trained for a few steps only: all of the real code, none of the skill."""
-    folder = tmp_path_factory.mktemp("base")
     fsd.BASE.update(steps=12, batch=8, hidden=32, layers=2)
-    return folder
+    return tmp_path_factory.mktemp("base")
 
 
-def run(tmp_path, base, *flags):
+def run(out, base, *flags):
     small = "--steps 2 --tasks 2 --group 2 --eval_episodes 4 --max_tokens 12".split()
-    fsd.main(["--out", str(tmp_path), "--base", str(base), *small, *flags])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    return lines, json.loads((tmp_path / "summary.json").read_text())
+    fsd.main(["--out", str(out), "--base", str(base), *small, *flags])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((out / "summary.json").read_text())
 
 
 @pytest.mark.parametrize("method", ["fsd", "grpo", "distill"])
@@ -473,41 +486,39 @@ def test_main_runs_end_to_end(tmp_path, base, method, capsys):
     lines, summary = run(tmp_path, base, "--method", method)
     assert [line["step"] for line in lines] == [1, 2] and KEYS <= lines[0].keys()
     assert all(line["max_logprob_gap"] < 1e-3 for line in lines)
-    assert (lines[0]["turns_hinted"] > 0) == (method != "grpo") == (lines[0]["distill_loss"] > 0)
+    assert (lines[0]["turns_hinted"] > 0) == (lines[0]["distill_loss"] > 0) == (method != "grpo")
     assert summary["before"]["episodes"] == summary["after"]["episodes"] == 4
-    assert summary["base"].keys() >= {"success", "unhinted", "hinted"}
+    assert summary["base"].keys() == {"success", "unhinted", "hinted"}
     assert {"success", "patch", "style", "entropy", "reply_tokens"} <= summary["after"].keys()
     AutoTokenizer.from_pretrained(tmp_path / "policy")
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    assert isinstance(trained, LlamaForCausalLM)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() > 0
     run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), "--method", method)
     output = capsys.readouterr().out.replace(str(tmp_path), "OUT").replace(str(base), "BASE")
-    assert max(map(len, output.splitlines())) <= 80 and "before" in output and "after" in output
+    assert max(map(len, output.splitlines())) <= 80 and re.search("before.*after", output, re.S)
 
 
 def test_one_seed_one_result(tmp_path, base):
-    results = [run(tmp_path / name, base, "--seed", seed)[0] for name, seed in (("a", "3"), ("b", "3"), ("c", "4"))]
+    results = [run(tmp_path / name, base, "--seed", name[0])[0] for name in ("3a", "3b", "4")]
     for line in sum(results, []):
         del line["rollout_s"], line["update_s"]
     assert results[0] == results[1] != results[2]
 
 
 def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, monkeypatch):
-    run(tmp_path, tmp_path / "b")
-    assert "training it once" in capsys.readouterr().out
-    run(tmp_path, tmp_path / "b")
-    assert "reusing" in capsys.readouterr().out
-    monkeypatch.setitem(fsd.BASE, "lr", 0.001)
-    run(tmp_path, tmp_path / "b")
-    assert "made with other settings" in capsys.readouterr().out
+    for said in ("training it once", "reusing", "made with other settings"):
+        if said == "made with other settings":
+            monkeypatch.setitem(fsd.BASE, "lr", 0.001)
+        run(tmp_path, tmp_path / "b")
+        assert said in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
-    step = fsd.train_step
-    calls = iter([step])
+    first = [fsd.train_step]
 
     def interrupted(*args):
-        return next(calls, None)(*args) if calls.__length_hint__() else (_ for _ in ()).throw(KeyboardInterrupt)
+        if not first:
+            raise KeyboardInterrupt
+        return first.pop()(*args)
     monkeypatch.setattr(fsd, "train_step", interrupted)
     with pytest.raises(SystemExit) as end:
         run(tmp_path, base)
@@ -518,33 +529,34 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--metod fsd", "unrecognized arguments: --metod"), ("--method ppo", "--method ppo: choose one of fsd, grpo, distill"),
-    ("--teacher ema", "choose one of frozen, live"), ("--steps 0", "--steps 0: must be at least 1"),
-    ("--group 1", "--group 1: must be at least 2"), ("--temperature 0", "--temperature 0.0: must be above 0"),
-    ("--temperature nan", "must be above 0"), ("--lr inf", "must be above 0"), ("--steps many", "invalid int value"),
+    ("--metod fsd", "unrecognized arguments: --metod"),
+    ("--method ppo", "--method ppo: choose one of fsd grpo distill"),
+    ("--teacher ema", "choose one of frozen live"),
+    ("--steps 0", "--steps 0: must be at least 1"), ("--steps many", "invalid int value"),
+    ("--group 1", "--group 1: must be at least 2"),
+    ("--temperature 0", "--temperature 0.0: must be above 0"), ("--lr nan", "must be above 0"),
     ("--model no/such-model", "--model no/such-model: no causal language model"),
-    ("--model {tmp}", "no causal language model"), ("--model {untemplated}", "needs a chat template"),
-    ("--out {file}/x", "cannot write there")])
-def test_bad_input_ends_with_a_message_before_any_work(tmp_path, base, tokenizer, flags, message, capsys):
+    ("--model {tmp}", "no causal language model"), ("--model {tmp}/plain", "no chat template"),
+    ("--out {tmp}/file/x", "cannot write there")])
+def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flags, message, capsys):
     (tmp_path / "file").write_text("")
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                         num_attention_heads=1))
-    model.save_pretrained(tmp_path / "untemplated")
+    LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8,
+                                 num_hidden_layers=1, num_attention_heads=1)
+                     ).save_pretrained(tmp_path / "plain")
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
-    plain.save_pretrained(tmp_path / "untemplated")
-    flags = flags.format(tmp=tmp_path, file=tmp_path / "file", untemplated=tmp_path / "untemplated").split()
+    plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(SystemExit) as end:
-        fsd.main(["--out", str(tmp_path / "out"), *flags] if "--out" not in flags else flags)
+        fsd.main(["--out", str(tmp_path / "out"), *flags.format(tmp=tmp_path).split()])
     assert message in f"{end.value.code} {capsys.readouterr().err}"
     assert not (tmp_path / "out" / "base").exists()
 
 
 def test_the_readme_tells_the_truth_about_the_files():
     """Line counts, and the functions that its tables name."""
-    readme = Path(__file__).with_name("README.md").read_text()
+    here = Path(__file__).parent
+    readme = (here / "README.md").read_text()
     for name in ("fsd.py", "envs.py", "test_fsd.py"):
-        lines = len(Path(__file__).with_name(name).read_text().splitlines())
-        assert f"| `{name}` | {lines} |" in readme
-    for name in re.findall(r"`(\w+)\(\)`", readme):
-        assert hasattr(fsd, name) or hasattr(envs, name) or hasattr(envs.Repair, name), name
+        assert f"| `{name}` | {len((here / name).read_text().splitlines())} |" in readme
+    names = re.findall(r"`(\w+)\(\)`", readme)
+    assert len(names) > 5 and all(hasattr(fsd, n) or hasattr(envs, n) for n in names)
