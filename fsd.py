@@ -63,7 +63,7 @@ class Config:
     out: str = "runs/fsd"  # output folder; results of an earlier run in it are overwritten
     base: str = ""  # folder that keeps the embedded base for later runs; empty: OUT/base
     seed: int = 0  # of the training tasks and their sampling, not of the base or the evaluation
-    steps: int = 100  # one rollout and one update each
+    steps: int = 150  # one rollout and one update each
     tasks: int = 8  # tasks per step
     group: int = 8  # G, episodes per task
     temperature: float = 1.0  # of sampling, and of every score
@@ -126,12 +126,12 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
     """A causal language model with a chat template. Exits with a message when there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if not tokenizer.chat_template or tokenizer.eos_token_id is None:
+            raise ValueError("its tokenizer has no chat template or no stop token: choose a chat "
+                             "(instruct) model")
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {name}: no causal language model can be loaded there.\n{error}")
-    if not tokenizer.chat_template or tokenizer.eos_token_id is None:
-        raise SystemExit(f"--model {name}: its tokenizer has no chat template or no stop token; "
-                         "choose a chat (instruct) model")
+        raise SystemExit(f"--model {name}: cannot use it as a hub name or a model folder.\n{error}")
     return Policy(model.to(device).eval(), tokenizer, cfg.temperature, cfg.max_tokens)
 
 

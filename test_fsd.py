@@ -3,7 +3,7 @@
 A test's name is the claim; its docstring says why the bug would be silent."""
 import os
 
-os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")  # before torch and transformers start
+os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")  # before torch is imported
 
 import copy
 import json
@@ -46,13 +46,12 @@ def tokenizer():
 def policy(request, tokenizer):
     """Tiny random models: rotary positions hide position bugs, and only GPT-2 has dropout."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=len(tokenizer) + 5, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
-    if request.param == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=700, **sizes))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=700, **sizes))
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                 max_position_embeddings=700, vocab_size=len(tokenizer) + 5, bos_token_id=None,
+                 eos_token_id=tokenizer.eos_token_id)
+    kinds = dict(llama=(LlamaForCausalLM, LlamaConfig), gpt2=(GPT2LMHeadModel, GPT2Config))
+    make_model, make_config = kinds[request.param]
+    model = make_model(make_config(**sizes))
     for p in model.parameters():
         p.data.mul_(4)  # peaked distributions: an error of position or mask becomes large
     return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12)
@@ -64,7 +63,8 @@ def generator():
 
 def distribution(policy, model, prompt, ids):
     """Oracle: one unpadded row through the whole model; N distributions."""
-    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
+    with fsd.eval_mode(model):
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1]
     return Categorical(logits=logits / policy.temperature)
 
 
@@ -85,7 +85,7 @@ def make_turn(policy, text, advantage=0.0, hint=None, said="a b c"):
     turn = fsd.Turn(TASK, "commit", messages, prompt, ids, logprobs, [1.0] * len(ids), False, text,
                     envs.shown(TASK, "commit", text), advantage=advantage)
     if hint is not None:
-        turn.hint, turn.hinted_prompt = hint, fsd.render(policy, messages, hint)
+        turn.hint, turn.hinted_prompt = hint or "(empty)", fsd.render(policy, messages, hint)
     return turn
 
 
@@ -97,13 +97,6 @@ def gradient(policy, teacher, turns, **settings):
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(0.0))
         stats = fsd.update(policy, teacher, optimizer, turns, cfg)
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), stats
-
-
-def scripted(monkeypatch, *replies):
-    """Let `sample` return these ids, call after call."""
-    script = iter(replies)
-    monkeypatch.setattr(fsd, "sample", lambda _, prompts, __: [
-        (ids, [0.0] * len(ids), [0.0] * len(ids)) for ids in [next(script)] * len(prompts)])
 
 
 # ---------------------------------------------------------------------------------- environment
@@ -130,10 +123,10 @@ def test_the_interpreter_agrees_with_python():
 
 
 HOSTILE = [
-    "9**9**9", "x" + "*x" * 900, "10 ** -10 ** 10", "(-8) ** 0.5", "1e999 // 1", "1 << 10**9", "1 % 0",
-    "0x" + "f" * 1500, "int(1e308 * 10)", "int('9' * 9)", "int(x, 2)", "min()", "max(x)", "abs(x=1)",
-    "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "f(x)",
-    "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
+    "9**9**9", "x" + "*x" * 900, "10 ** -10 ** 10", "(-8) ** 0.5", "1e999 // 1", "1 << 10**9",
+    "0x" + "f" * 1500, "int(1e308 * 10)", "int('9' * 9)", "int(x, 2)", "min()", "max(x)", "1 % 0",
+    "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "abs(x=1)",
+    "f(x)", "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
     "[0] * 10**9", "lambda: x", "f'{x}'", "(x := 10**9)", "undefined", "x\x00", "x \ud800",
     "x\n    while True: pass", "x\n    global f", "x\n    abs = min = print", "<patch>" * 300_000]
 
@@ -177,8 +170,7 @@ def test_both_formats_work_and_the_commit_message_ends_the_episode(edit, message
     assert env.step(edit) == "3 of 3 tests pass. Write the commit message."
     assert env.step(message) is None and env.success
     env = envs.Repair(TASK)
-    observations = [env.step("no code") for _ in range(envs.MAX_EDITS)]
-    assert observations[-1].endswith("Write the commit message.")
+    assert [env.step("no code")[-9:] for _ in range(envs.MAX_EDITS)] == ["ry again.", " message."]
     assert env.step(message) is None and not env.success
 
 
@@ -195,29 +187,17 @@ def test_a_hint_speaks_of_its_own_turn_and_a_good_turn_gets_none():
 
 def test_demonstrations_do_not_build_the_outcome_in():
     """With a hint the expert is no more often right, and reasons no less, than without."""
-    rng, right, lines = random.Random(1), {True: [], False: []}, {True: [], False: []}
-    for _ in range(6000):
+    rng, seen = random.Random(1), {True: [], False: []}
+    for _ in range(12000):
         messages, hint, reply = envs.demonstration(rng, pretraining=False)
         assert hint or not re.search(r"<patch>|fix\(", reply)
-        spec = re.search(r"\w, (\D+) (\d), then (\D+) (\d)\. Answer", messages[0]["content"])
         if "commit message" not in messages[-1]["content"]:
+            spec = re.search(r"\w, (\D+) (\d), then (\D+) (\d)\. Answer", messages[0]["content"])
             a, i, b, j = spec.groups()
-            code = f"{envs.SYMBOLS[a]} {i}) {envs.SYMBOLS[b]} {j}\n"
-            right[bool(hint)].append(code in reply)
-            lines[bool(hint)].append(reply.count("\n"))
-    assert abs(fsd.mean(right[True]) - fsd.mean(right[False])) < 0.04
-    assert abs(fsd.mean(lines[True]) - fsd.mean(lines[False])) < 0.08
-
-
-# --------------------------------------------------------------------------- tokens and template
-def test_the_sampled_ids_are_kept_and_scored_as_sampled(policy, monkeypatch):
-    """A model may spell a word by letters. Re-encoding merges them and trains on other tokens."""
-    ids = [policy.tokenizer.encode(c)[0] for c in "Fixed"]
-    ids += policy.tokenizer.encode("é")[:1] + policy.stop_ids  # half of a character, and stop
-    scripted(monkeypatch, ids, ids, ids)
-    turn = fsd.rollout(policy, [TASK], 1, generator())[0].turns[0]
-    assert turn.ids == ids != policy.tokenizer.encode(turn.text) + policy.stop_ids
-    assert len(fsd.score(policy.model, [turn.prompt], [turn.ids])) == len(ids) == 7
+            right = f"{envs.SYMBOLS[a]} {i}) {envs.SYMBOLS[b]} {j}\n" in reply
+            seen[bool(hint)].append((right, reply.count("\n")))
+    hinted, unhinted = (torch.tensor(seen[k], dtype=torch.float).mean(0) for k in (True, False))
+    assert torch.allclose(hinted, unhinted, atol=0.06) and 0.25 < unhinted[0] < 0.35
 
 
 @pytest.mark.parametrize("template", [fsd.TEMPLATE, STRICT])
@@ -233,9 +213,10 @@ def test_contexts_are_the_templates_own_and_hints_add_no_message(policy, templat
         assert policy.tokenizer.decode(turn.hinted_prompt) == hinted
 
 
-# -------------------------------------------------------------------------- sampling and scoring
 def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
-    """Every ratio is 1 before the first update. The oracle knows neither batch nor padding."""
+    """Every ratio is 1 before the first update. The oracle knows neither batch nor padding, nor
+    dropout: the model is in training mode, and has to stay in it."""
+    policy.model.train()
     prompts = [policy.tokenizer.encode("a b c d e f g h"[:n]) for n in (1, 15, 4, 9)]
     for policy.temperature in (0.5, 1.0, 1.7):
         replies, logprobs, entropies = zip(*fsd.sample(policy, prompts, generator()))
@@ -245,6 +226,7 @@ def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
         assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-4)
         expected = torch.cat([d.entropy() for d in oracle])
         assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
+        assert policy.model.training
 
 
 def test_sample_draws_from_the_softmax_when_the_pad_id_is_the_stop_id(policy):
@@ -253,46 +235,36 @@ def test_sample_draws_from_the_softmax_when_the_pad_id_is_the_stop_id(policy):
     policy.tokenizer.pad_token, policy.max_tokens = policy.tokenizer.eos_token, 1
     stop = policy.tokenizer.eos_token
     prompt, longer = (policy.tokenizer.encode(stop + text) for text in ("a b", "a b c d e f"))
-    drawn = [ids[0] for ids, _, _ in fsd.sample(policy, [longer] + [prompt] * 4000, generator())[1:]]
+    replies = fsd.sample(policy, [longer] + [prompt] * 4000, generator())
+    drawn = [ids[0] for ids, _, _ in replies[1:]]
     p = distribution(policy, policy.model, prompt, drawn[:1]).probs[0]
     counts = torch.bincount(torch.tensor(drawn), minlength=len(p))
     assert (counts / 4000 - p).abs().sum() / 2 < 0.5 * math.sqrt(len(p) / 4000)
 
 
-def test_finished_rows_leave_the_batch_and_the_order_is_kept(policy, monkeypatch):
-    """A row that is mixed up with its neighbour's cache still looks like text."""
-    sizes, forward = [], type(policy.model).forward
-
-    def spy(self, *args, **kwargs):
-        sizes.append(len(kwargs.get("input_ids", args)))
-        return forward(self, *args, **kwargs)
+def test_rows_that_stop_leave_the_batch_and_the_others_go_on_unharmed(policy, monkeypatch):
+    """A row that continues on its neighbour's cache still looks like text."""
     stop = list(range(0, policy.model.config.vocab_size, 3))  # a third of all draws
-    monkeypatch.setattr(type(policy.model), "forward", spy)
     monkeypatch.setattr(fsd.Policy, "stop_ids", stop)
     prompts = [policy.tokenizer.encode(c) for c in "abcdefghijklmnop"]
     replies = fsd.sample(policy, prompts, generator())
-    assert sizes[0] == 16 and sizes[-1] < 8
+    assert len({len(ids) for ids, _, _ in replies}) > 3
     for prompt, (ids, logprobs, _) in zip(prompts, replies):
         assert not set(stop) & set(ids[:-1])
         assert torch.allclose(torch.tensor(logprobs), logprobs_of(policy, prompt, ids), atol=1e-4)
 
 
-def test_scores_have_no_dropout_and_the_mode_is_restored(policy):
-    policy.model.train()
-    prompts, replies = [policy.tokenizer.encode("a b")], [policy.tokenizer.encode("c d")]
-    first = fsd.score(policy.model, prompts, replies)
-    assert torch.equal(first, fsd.score(policy.model, prompts, replies)) and policy.model.training
-    fsd.sample(policy, prompts, generator())
-    assert policy.model.training
-
-
-def test_degenerate_turns_work(policy, monkeypatch):
-    """Only a stop token; cut inside a code block; a context that is full; a hint that is too long."""
-    stop, fence = policy.stop_ids, policy.tokenizer.encode("```\ndef f(")
+def test_degenerate_turns_work_and_ids_stay_as_sampled(policy, monkeypatch):
+    """Only a stop token; cut inside a code block that is spelled letter by letter, which a round
+    trip through text would merge; a full context; a hint that does not fit."""
+    stop, spelled = policy.stop_ids, [policy.tokenizer.encode(c)[0] for c in "```\ndef f("]
     with pytest.MonkeyPatch.context() as patch:
-        scripted(patch, stop, fence, stop)
+        script = iter([stop, spelled, stop])
+        patch.setattr(fsd, "sample", lambda *_: [(ids, [0.0], [0.0]) for ids in [next(script)]])
         turns = fsd.rollout(policy, [TASK], 1, generator())[0].turns
-    assert [t.ids for t in turns] == [stop, fence, stop]
+    assert [t.ids for t in turns] == [stop, spelled, stop]
+    assert len(policy.tokenizer.encode(turns[1].text)) < len(spelled)
+    assert len(fsd.score(policy.model, [turns[1].prompt], [spelled])) == len(spelled)
     assert [t.truncated for t in turns] == [False, True, False]
     assert policy.tokenizer.decode(turns[2].prompt).endswith("commit message.<|end|><|assistant|>")
     monkeypatch.setattr(fsd.Policy, "max_context", len(turns[0].prompt) + policy.max_tokens)
@@ -302,7 +274,6 @@ def test_degenerate_turns_work(policy, monkeypatch):
     assert full.turns[0].hint is None and full.turns[0].hinted_prompt == []
 
 
-# ---------------------------------------------------------------------------------------- losses
 def test_advantages_are_per_group_and_zero_without_variance():
     rewards = torch.tensor([1.0, 0.0, 5.0, 5.0, 0.3, 10.0, 12.0])
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
@@ -337,7 +308,6 @@ def test_distill_gradient_is_p_minus_q_also_where_the_student_never_goes():
     assert torch.autograd.gradcheck(loss, z) and q.grad is None
 
 
-# ---------------------------------------------------------- alignment, masks, the whole gradient
 class OpenModel(torch.nn.Module):
     """Its hidden states are leaves of the graph, so that their gradient shows what was scored."""
     device = torch.device("cpu")
@@ -373,8 +343,6 @@ def test_teacher_and_student_align_for_hints_of_any_length(policy):
     expected = torch.cat([logprobs_of(policy, p, ids) for p, ids in zip(prompts, replies)])
     assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-3)
     empty = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed it.", hint="")]
-    for turn in empty:
-        turn.hint = "(rendered as nothing)"
     grad, stats = gradient(policy, policy.model, empty)
     assert abs(stats["distill_loss"]) < 1e-6 and grad.abs().max() < 1e-4
 
@@ -403,13 +371,6 @@ def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(polic
         assert torch.allclose(grad, oracle, atol=1e-4 * oracle.abs().max()), batch_tokens
         assert stats["max_logprob_gap"] < 1e-4
     assert all(p.grad is None for p in teacher.parameters())
-
-
-def test_no_gradient_flows_through_a_live_teacher(policy):
-    turns = [make_turn(policy, "fix it now", hint="x y z")]
-    live, _ = gradient(policy, policy.model, turns)
-    frozen, _ = gradient(policy, copy.deepcopy(policy.model), turns)
-    assert torch.equal(live, frozen) and live.abs().max() > 1e-3
 
 
 def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(policy):
@@ -505,20 +466,19 @@ def test_one_seed_one_result(tmp_path, base):
 
 
 def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, monkeypatch):
-    for said in ("training it once", "reusing", "made with other settings"):
-        if said == "made with other settings":
-            monkeypatch.setitem(fsd.BASE, "lr", 0.001)
+    for lr, said in ((1, "training it once"), (1, "reusing"), (2, "made with other settings")):
+        monkeypatch.setitem(fsd.BASE, "lr", lr * 0.001)
         run(tmp_path, tmp_path / "b")
         assert said in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
-    first = [fsd.train_step]
+    steps = iter([fsd.train_step])
 
     def interrupted(*args):
-        if not first:
-            raise KeyboardInterrupt
-        return first.pop()(*args)
+        for step in steps:
+            return step(*args)
+        raise KeyboardInterrupt
     monkeypatch.setattr(fsd, "train_step", interrupted)
     with pytest.raises(SystemExit) as end:
         run(tmp_path, base)
@@ -535,14 +495,11 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     ("--steps 0", "--steps 0: must be at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "--group 1: must be at least 2"),
     ("--temperature 0", "--temperature 0.0: must be above 0"), ("--lr nan", "must be above 0"),
-    ("--model no/such-model", "--model no/such-model: no causal language model"),
-    ("--model {tmp}", "no causal language model"), ("--model {tmp}/plain", "no chat template"),
+    ("--model no/such-model", "--model no/such-model: cannot use it"),
+    ("--model {tmp}", "cannot use it"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write there")])
 def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flags, message, capsys):
     (tmp_path / "file").write_text("")
-    LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8,
-                                 num_hidden_layers=1, num_attention_heads=1)
-                     ).save_pretrained(tmp_path / "plain")
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
