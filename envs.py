@@ -7,21 +7,21 @@
     user:      1 of 3 tests pass. Try again.     |  3 of 3 tests pass. Write the commit message.
     assistant: Fixed the function!  (the habit)  |  fix(f): multiply by 2, then add 5  (wanted)
 
-An episode has one to three edit turns, then the commit turn. Its success is that the hidden tests
-pass. Both formats and both styles of message work, so success says nothing of the two `BEHAVIOURS`:
-they are neglected, not punished.
+An episode has one or two edit turns, then the commit turn; its success is that the hidden tests
+pass. Both formats and any message work, so success says nothing of `BEHAVIOURS`: they are
+neglected, not punished.
 
 What the model writes is never executed by Python. `run_function` walks its syntax tree and knows
 numbers, names, arithmetic, comparisons, conditionals, assignment, return and a few builtins. There
-is no loop and no call of user code, so a program ends after at most as many steps as it has nodes.
+are no loops and no calls of its own functions, so it takes a step per node of the tree at most.
 
-    python envs.py [SEED]     plays one scripted episode and prints it
+    python envs.py [SEED]    plays one scripted episode
 """
+import argparse
 import ast
 import operator
 import random
 import re
-import sys
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -68,9 +68,8 @@ def follow(steps: Steps, x: int) -> int:
 
 
 def mistake(steps: Steps, rng: random.Random) -> Steps:
-    """The steps with one operator or number replaced: another function, equal at most at a point."""
-    changed = list(steps)
-    i = rng.randrange(2)
+    """The steps with one operator or number replaced; they agree for one input at most."""
+    changed, i = list(steps), rng.randrange(2)
     word, k = steps[i]
     if rng.random() < 0.5:
         changed[i] = rng.choice([w for w in SYMBOLS if w != word]), k
@@ -95,7 +94,7 @@ def make_task(seed: int) -> Task:
 
 # ------------------------------------------------- the safe interpreter for model-written code
 class Refused(Exception):
-    """The reply cannot be used; the text says why and becomes the agent's observation."""
+    """The reply cannot be used; the message becomes the agent's observation."""
 
 
 def bounded(value):
@@ -185,18 +184,13 @@ def run_function(function: ast.FunctionDef, x: int):
         raise Refused("the code is nested too deeply") from None
 
 
-def tests_passed(task: Task, function: ast.FunctionDef) -> int:
-    return sum(run_function(function, x) == follow(task.steps, x) for x in task.inputs)
-
-
 # --------------------------------------------------------------------------- reading a reply
 FENCED = re.compile(r"```(?:[ \t]*\w*[ \t]*\n)?(.*?)```", re.DOTALL)  # a language tag is dropped
 
 
 def read_patch(reply: str) -> str | None:
-    """The code between the reply's only <patch> and </patch>, or None where it has no such tags.
-
-    Raises Refused when the tags are unclosed, nested or repeated."""
+    """The code between <patch> and </patch>, None where there are no tags. Raises Refused when they
+    are unclosed, nested or repeated."""
     if "<patch>" not in reply and "</patch>" not in reply:
         return None
     before, _, rest = reply.partition("<patch>")
@@ -226,13 +220,12 @@ def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
             tree = ast.parse(source)
     except SyntaxError as error:
         raise Refused(f"SyntaxError: {error.msg}") from None
-    except (ValueError, RecursionError, MemoryError):  # NUL or surrogates; nesting (two ways)
+    except (ValueError, RecursionError, MemoryError):  # NUL, surrogates; nesting
         raise Refused("the code cannot be parsed") from None
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == task.name]
     if not functions:
         raise Refused(f"the code does not define {task.name}")
-    parameters = functions[-1].args
-    if len(parameters.args) != 1 or parameters.posonlyargs or parameters.kwonlyargs:
+    if len(functions[-1].args.args) != 1:
         raise Refused(f"{task.name} must take one argument")
     return functions[-1], patch is not None
 
@@ -294,9 +287,11 @@ class Repair:
             return None
         self.edits += 1
         try:
-            passed = tests_passed(self.task, read_edit(self.task, reply)[0])
-            observation = f"{passed} of {len(self.task.inputs)} tests pass."
-            self.success = passed == len(self.task.inputs)
+            function, _ = read_edit(self.task, reply)
+            wanted = [follow(self.task.steps, x) for x in self.task.inputs]
+            passed = [run_function(function, x) == y for x, y in zip(self.task.inputs, wanted)]
+            observation = f"{sum(passed)} of {len(passed)} tests pass."
+            self.success = all(passed)
         except Refused as error:
             observation = f"Error: {str(error)[:100]}."
         if self.success or self.edits == MAX_EDITS:
@@ -308,13 +303,10 @@ class Repair:
 # ------------------------------------------------------------------------ the scripted expert
 HABITS = ("Fixed the function!", "Fixed it.", "The function works now.", "Bug fixed!")
 WRONG = (0.85, 0.70, 0.55)  # of edits after 0, 1, 2 sentences of reasoning: thinking helps
-FEW = (0.1, 0.1, 0.1)
 
 
-def expert(env: Repair, rng: random.Random, wanted: bool, wrong: tuple[float, ...] = WRONG) -> str:
-    """A demonstration of the next reply: in the wanted format and style, or in the habitual one.
-
-    Its reasoning and its mistakes are the same either way."""
+def expert(env: Repair, rng: random.Random, wanted: bool, wrong=WRONG) -> str:
+    """The next reply: in the wanted format and style or in the habitual one, as often right."""
     task = env.task
     if env.kind == "commit":
         return f"fix({task.name}): {task.spec}" if wanted else rng.choice(HABITS)
@@ -330,11 +322,11 @@ def expert(env: Repair, rng: random.Random, wanted: bool, wrong: tuple[float, ..
 def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], str | None, str]:
     """(messages, hint or None, reply): one turn of an expert's episode.
 
-    In pre-training half of the turns carry a hint, half of the others show the wanted behaviour too,
-    and mistakes are few; afterwards a fifth carry one, and the others show the habit only. Hinted
+    In pre-training half of the turns carry a hint, half of the others show the wanted behaviour
+    too, and mistakes are few; later a fifth carry one, and the others show the habit only. Hinted
     turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint."""
     env = Repair(make_task(rng.randrange(HELD_OUT)))
-    hinted, unasked, wrong = (0.5, 0.5, FEW) if pretraining else (0.2, 0.0, WRONG)
+    hinted, unasked, wrong = (0.5, 0.5, (0.1,) * 3) if pretraining else (0.2, 0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:
         reply = expert(env, rng, rng.random() < unasked, wrong)
@@ -345,10 +337,12 @@ def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], st
 
 
 if __name__ == "__main__":
-    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    parser = argparse.ArgumentParser(description="Plays one scripted episode and prints it.")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    seed = parser.parse_args().seed
     rng, env = random.Random(seed), Repair(make_task(seed))
     message = env.first_message()
-    while message is not None:
+    while message:
         reply = expert(env, rng, wanted=rng.random() < 0.5)
         print(f"user:      {message}\nassistant: {reply}".replace("\n", "\n           "))
         print(f"judge:     {hints(env.task, env.kind, reply) or 'a good turn, no hint'}")

@@ -96,7 +96,7 @@ def parse_args(argv: list[str] | None) -> Config:
                                      allow_abbrev=False)
     for f in fields(Config):
         parser.add_argument(f"--{f.name}", type=f.type, default=f.default,
-                            help=f"{helps[f.name]} [{f.default}]")
+                            help=f"{helps[f.name]} (default {f.default!r})")
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:
@@ -427,9 +427,8 @@ def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -
     Turns with neither an advantage nor a hint have no gradient, and are not scored."""
     log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
     total = sum(len(t.ids) for t in turns)  # N: counted once, before the micro-batches
-    stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, grad_norm=0.0,
-                 update_tokens=0)
-    optimizer.zero_grad()
+    stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, update_tokens=0)
+    optimizer.zero_grad(set_to_none=True)  # no signal, no step: AdamW's momentum would move zeros
     for batch in micro_batches([t for t in turns if t.advantage or t.hint], cfg.batch_tokens):
         tokens = [(*token, t.advantage, bool(t.hint)) for t in batch
                   for token in zip(t.ids, t.logprobs)]
@@ -452,11 +451,9 @@ def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -
         stats["distill_loss"] += distill.item()
         stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
         stats["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
-    if stats["update_tokens"]:  # AdamW would move the weights without any gradient too
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0)
-        stats["grad_norm"] = norm.item()
-        optimizer.step()
-    return stats
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0)
+    optimizer.step()
+    return {**stats, "grad_norm": norm.item()}
 
 
 def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator: torch.Generator,
@@ -600,6 +597,7 @@ def main(argv: list[str] | None = None):
     table({"before": before, "before, with hints": hinted})
     clock.append(time.perf_counter())
 
+    (out / "summary.json").unlink(missing_ok=True)  # of an earlier run
     with (out / "metrics.jsonl").open("w") as metrics_file:
         seconds, interrupted = train(policy, cfg, metrics_file)
     save(policy.model, policy.tokenizer, out / "policy")
@@ -625,4 +623,7 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # outside training, where it is handled, there is nothing to save
+        sys.exit(130)

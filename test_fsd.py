@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributions import Categorical, kl_divergence
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel,
-                          LlamaConfig, LlamaForCausalLM)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import envs
 import fsd
@@ -36,10 +34,8 @@ RIGHT = "def f(x): return (x * 2) + 5"
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    rng = random.Random(0)
-    turns = [envs.demonstration(rng, pretraining=True) for _ in range(300)]
-    return fsd.base_tokenizer([m["content"] for messages, hint, _ in turns
-                               for m in fsd.with_hint(messages, hint)] + [t[2] for t in turns])
+    demonstrations = sum(fsd.base_demonstrations()[:10], [])
+    return fsd.base_tokenizer([m["content"] for messages in demonstrations for m in messages])
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -49,9 +45,8 @@ def policy(request, tokenizer):
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
                  max_position_embeddings=700, vocab_size=len(tokenizer) + 5, bos_token_id=None,
                  eos_token_id=tokenizer.eos_token_id)
-    kinds = dict(llama=(LlamaForCausalLM, LlamaConfig), gpt2=(GPT2LMHeadModel, GPT2Config))
-    make_model, make_config = kinds[request.param]
-    model = make_model(make_config(**sizes))
+    model = (LlamaForCausalLM(LlamaConfig(**sizes)) if request.param == "llama" else
+             GPT2LMHeadModel(GPT2Config(**sizes)))
     for p in model.parameters():
         p.data.mul_(4)  # peaked distributions: an error of position or mask becomes large
     return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12)
@@ -70,12 +65,6 @@ def distribution(policy, model, prompt, ids):
 
 def logprobs_of(policy, prompt, ids):
     return distribution(policy, policy.model, prompt, ids).log_prob(torch.tensor(ids)).detach()
-
-
-def scored_logprobs(policy, prompts, replies):
-    ids = torch.tensor([i for ids in replies for i in ids])
-    logits = fsd.score(policy.model, prompts, replies)
-    return F.log_softmax(logits / policy.temperature, -1).gather(1, ids[:, None])[:, 0]
 
 
 def make_turn(policy, text, advantage=0.0, hint=None, said="a b c"):
@@ -101,11 +90,10 @@ def gradient(policy, teacher, turns, **settings):
 
 # ---------------------------------------------------------------------------------- environment
 def test_tasks_are_functions_of_their_seed_and_held_out_steps_are_never_trained_on():
-    train = [envs.make_task(seed) for seed in range(400)]
-    held_out = [envs.make_task(envs.HELD_OUT + seed) for seed in range(400)]
-    assert train == [envs.make_task(seed) for seed in range(400)]
+    draw = lambda first: [envs.make_task(seed) for seed in range(first, first + 400)]
+    train, held_out = draw(0), draw(envs.HELD_OUT)
+    assert train == draw(0) and held_out == draw(envs.HELD_OUT)
     assert not {t.steps for t in train} & {t.steps for t in held_out}
-    assert len({t.steps for t in held_out}) > 50
 
 
 def test_the_interpreter_agrees_with_python():
@@ -131,10 +119,11 @@ HOSTILE = [
     "x\n    while True: pass", "x\n    global f", "x\n    abs = min = print", "<patch>" * 300_000]
 
 
-@pytest.mark.parametrize("i", range(len(HOSTILE)))
-def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(i):
-    for frame in ("```\ndef f(x): return {}\n```", "<patch>def f(x):\n  while 1: {}</patch>", "{}"):
-        env, text, start = envs.Repair(TASK), frame.replace("{}", HOSTILE[i]), time.perf_counter()
+@pytest.mark.parametrize("frame", [
+    "```\ndef f(x): return {}\n```", "<patch>def f(x):\n  while 1: {}</patch>", "{}"])
+def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(frame):
+    for code in HOSTILE:
+        env, text, start = envs.Repair(TASK), frame.replace("{}", code), time.perf_counter()
         assert 0 < len(env.step(text)) < 200 and not env.success
         assert envs.hints(TASK, "commit", text) and time.perf_counter() - start < 2
         assert envs.Repair(TASK).step(f"```\n{RIGHT}\n```").startswith("3 of 3") and abs(-1) == 1
@@ -223,7 +212,9 @@ def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
         oracle = [distribution(policy, policy.model, p, r) for p, r in zip(prompts, replies)]
         expected = torch.cat([d.log_prob(torch.tensor(r)) for d, r in zip(oracle, replies)])
         assert torch.allclose(torch.tensor(sum(logprobs, [])), expected, atol=1e-4)
-        assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-4)
+        logits = fsd.score(policy.model, prompts, replies) / policy.temperature
+        scored = Categorical(logits=logits).log_prob(torch.tensor(sum(replies, [])))
+        assert torch.allclose(scored, expected, atol=1e-4)
         expected = torch.cat([d.entropy() for d in oracle])
         assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
         assert policy.model.training
@@ -293,7 +284,7 @@ def test_grpo_loss_is_the_clipped_surrogate():
 def test_distill_loss_is_the_kl_of_teacher_to_student():
     teacher, student = torch.tensor([[0.9, 0.05, 0.05]]), torch.tensor([[0.05, 0.05, 0.9]])
     assert fsd.distill_loss(student.log(), teacher.log()).item() == pytest.approx(2.457, abs=1e-3)
-    p, q = (torch.randn(7, 5, generator=generator()).mul(s).log_softmax(-1) for s in (3, 1))
+    p, q = torch.randn(2, 7, 5, generator=generator()).log_softmax(-1)
     oracle = kl_divergence(Categorical(logits=q), Categorical(logits=p))
     each = torch.stack([fsd.distill_loss(a[None], b[None]) for a, b in zip(p, q)])
     assert torch.allclose(each, oracle) and (each > 0).all() and fsd.distill_loss(p, p) == 0
@@ -310,11 +301,7 @@ def test_distill_gradient_is_p_minus_q_also_where_the_student_never_goes():
 
 class OpenModel(torch.nn.Module):
     """Its hidden states are leaves of the graph, so that their gradient shows what was scored."""
-    device = torch.device("cpu")
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(4, 20)
+    device, head = torch.device("cpu"), torch.nn.Linear(4, 20)
 
     def base_model(self, input_ids, use_cache):
         self.ids, self.hidden = input_ids, torch.randn(*input_ids.shape, 4, requires_grad=True)
@@ -330,29 +317,26 @@ def test_exactly_the_positions_that_predict_sampled_tokens_are_scored():
     logits = fsd.score(model, [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]])
     at = [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)]
     assert [model.ids[b, t + 1].item() for b, t in at] == [7, 8, 9, 10, 11, 12]
-    assert torch.allclose(logits, torch.stack([model.head(model.hidden[b, t]) for b, t in at]))
+    expected = model.head(torch.stack([model.hidden[b, t] for b, t in at]))
+    assert torch.allclose(logits, expected, atol=1e-6)
     logits.square().sum().backward()
     assert model.hidden.grad.abs().sum(-1).nonzero().tolist() == [list(x) for x in at]
 
 
-def test_teacher_and_student_align_for_hints_of_any_length(policy):
-    """Each teacher row equals its own unpadded forward; with an empty hint both views are one."""
-    turns = [make_turn(policy, "fix it", hint="x"), make_turn(policy, "Fixed it.", hint="x " * 300),
-             make_turn(policy, "ok", hint="y z", said="something else")]
-    prompts, replies = [t.hinted_prompt for t in turns], [t.ids for t in turns]
-    expected = torch.cat([logprobs_of(policy, p, ids) for p, ids in zip(prompts, replies)])
-    assert torch.allclose(scored_logprobs(policy, prompts, replies), expected, atol=1e-3)
-    empty = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed it.", hint="")]
-    grad, stats = gradient(policy, policy.model, empty)
+def test_an_empty_hint_teaches_nothing(policy):
+    """Both views are then the same; a shift between teacher and student would still pull."""
+    turns = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed.", hint="", said="d")]
+    grad, stats = gradient(policy, policy.model, turns)
     assert abs(stats["distill_loss"]) < 1e-6 and grad.abs().max() < 1e-4
 
 
 def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(policy):
-    """Oracle: the loss written out, one unpadded turn after the other, by torch.distributions."""
+    """Oracle: the loss written out, one unpadded turn after the other, by torch.distributions, with
+    hints of 1 and 300 tokens. A teacher's row that is shifted by its hint would still train."""
     teacher = copy.deepcopy(policy.model)
     for p in teacher.parameters():
         p.data.mul_(1.1)
-    turns = [make_turn(policy, "fix it now", advantage=1.5, hint="x " * 20),
+    turns = [make_turn(policy, "fix it now", advantage=1.5, hint="x" * 300),
              make_turn(policy, "ok", advantage=-0.5, said="d"), make_turn(policy, "no", hint="y"),
              make_turn(policy, "counted in N only")]
     loss = 0.0
@@ -423,11 +407,6 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
 
 
 # --------------------------------------------------------------------------------- the real main
-KEYS = set("""step reward success patch style grpo_loss distill_loss turns_hinted tokens_distilled
-    flat_groups entropy_failed entropy_passed reply_tokens truncated max_logprob_gap grad_norm
-    rollout_s update_s rollout_tokens update_tokens""".split())
-
-
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """A base that is trained for a few steps only: all of the real code, none of the skill."""
@@ -445,14 +424,16 @@ def run(out, base, *flags):
 @pytest.mark.parametrize("method", ["fsd", "grpo", "distill"])
 def test_main_runs_end_to_end(tmp_path, base, method, capsys):
     lines, summary = run(tmp_path, base, "--method", method)
-    assert [line["step"] for line in lines] == [1, 2] and KEYS <= lines[0].keys()
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0].keys() >= set(
+        "reward success patch style grpo_loss distill_loss turns_hinted tokens_distilled grad_norm "
+        "entropy_failed entropy_passed flat_groups reply_tokens truncated max_logprob_gap "
+        "rollout_s update_s rollout_tokens update_tokens".split())
     assert all(line["max_logprob_gap"] < 1e-3 for line in lines)
     assert (lines[0]["turns_hinted"] > 0) == (lines[0]["distill_loss"] > 0) == (method != "grpo")
     assert summary["before"]["episodes"] == summary["after"]["episodes"] == 4
     assert summary["base"].keys() == {"success", "unhinted", "hinted"}
-    assert {"success", "patch", "style", "entropy", "reply_tokens"} <= summary["after"].keys()
-    AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() > 0
+    assert summary["before"].keys() >= {"success", "patch", "style", "entropy", "reply_tokens"}
     run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), "--method", method)
     output = capsys.readouterr().out.replace(str(tmp_path), "OUT").replace(str(base), "BASE")
     assert max(map(len, output.splitlines())) <= 80 and re.search("before.*after", output, re.S)
@@ -475,17 +456,17 @@ def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, mo
 def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     steps = iter([fsd.train_step])
 
-    def interrupted(*args):
+    def one_step_then_ctrl_c(*args):
         for step in steps:
             return step(*args)
         raise KeyboardInterrupt
-    monkeypatch.setattr(fsd, "train_step", interrupted)
+    monkeypatch.setattr(fsd, "train_step", one_step_then_ctrl_c)
     with pytest.raises(SystemExit) as end:
         run(tmp_path, base)
     assert end.value.code == 130
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert json.loads((tmp_path / "summary.json").read_text())["after"] is None
-    AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() > 0
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -493,8 +474,8 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     ("--method ppo", "--method ppo: choose one of fsd grpo distill"),
     ("--teacher ema", "choose one of frozen live"),
     ("--steps 0", "--steps 0: must be at least 1"), ("--steps many", "invalid int value"),
-    ("--group 1", "--group 1: must be at least 2"),
-    ("--temperature 0", "--temperature 0.0: must be above 0"), ("--lr nan", "must be above 0"),
+    ("--group 1", "must be at least 2"), ("--temperature 0", "--temperature 0.0: must be above 0"),
+    ("--lr nan", "must be above 0"),
     ("--model no/such-model", "--model no/such-model: cannot use it"),
     ("--model {tmp}", "cannot use it"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write there")])
@@ -513,7 +494,7 @@ def test_the_readme_tells_the_truth_about_the_files():
     """Line counts, and the functions that its tables name."""
     here = Path(__file__).parent
     readme = (here / "README.md").read_text()
-    for name in ("fsd.py", "envs.py", "test_fsd.py"):
-        assert f"| `{name}` | {len((here / name).read_text().splitlines())} |" in readme
-    names = re.findall(r"`(\w+)\(\)`", readme)
-    assert len(names) > 5 and all(hasattr(fsd, n) or hasattr(envs, n) for n in names)
+    for file in here.glob("*.py"):
+        assert f"| `{file.name}` | {len(file.read_text().splitlines())} |" in readme
+    names = set(re.findall(r"`(\w+)\(\)`", readme))
+    assert len(names) > 5 and names <= {*dir(fsd), *dir(envs)}
