@@ -589,6 +589,7 @@ def main(argv: list[str] | None = None):
     policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
     clock.append(time.perf_counter())
 
+    print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints")
     before, episodes_before = evaluate(policy, cfg)
     if before["reply_tokens"] is None:
         raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
