@@ -57,8 +57,7 @@ class Task:
 
 
 def random_steps(rng: random.Random) -> Steps:
-    first, second = ((rng.choice(list(SYMBOLS)), rng.randint(2, 9)) for _ in range(2))
-    return first, second
+    return tuple((rng.choice(list(SYMBOLS)), rng.randint(2, 9)) for _ in range(2))
 
 
 def follow(steps: Steps, x: int) -> int:
@@ -125,9 +124,9 @@ def evaluate(node: ast.expr, names: dict):
         case ast.Constant(value=bool() | int() | float() as value):
             return bounded(value)
         case ast.Name(id=name):
-            if name not in names:
-                raise Refused(f"the name {name} is not defined")
-            return names[name]
+            if name in names:
+                return names[name]
+            raise Refused(f"the name {name} is not defined")
         case ast.BinOp(left, op, right) if type(op) in BINARY:
             return bounded(BINARY[type(op)](evaluate(left, names), evaluate(right, names)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
@@ -176,8 +175,9 @@ def execute(body: list[ast.stmt], names: dict):
 
 def run_function(function: ast.FunctionDef, x: int):
     """What the function returns for x. Raises Refused for whatever goes wrong inside it."""
+    argument, = function.args.posonlyargs + function.args.args
     try:
-        return execute(function.body, {function.args.args[0].arg: x})[1]
+        return execute(function.body, {argument.arg: x})[1]
     except (ArithmeticError, TypeError, ValueError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from None
     except RecursionError:
@@ -185,19 +185,17 @@ def run_function(function: ast.FunctionDef, x: int):
 
 
 # --------------------------------------------------------------------------- reading a reply
-FENCED = re.compile(r"```(?:[ \t]*\w*[ \t]*\n)?(.*?)```", re.DOTALL)  # a language tag is dropped
+FENCED = re.compile(r"```(?:[ \t]*[\w.+#-]*[ \t]*\n)?(.*?)```", re.DOTALL)  # without language tag
 
 
 def read_patch(reply: str) -> str | None:
-    """The code between <patch> and </patch>, None where there are no tags. Raises Refused when they
-    are unclosed, nested or repeated."""
-    if "<patch>" not in reply and "</patch>" not in reply:
+    """The code between the tags, None without tags. Raises Refused if unclosed or repeated."""
+    start, end = reply.find("<patch>"), reply.find("</patch>")
+    if start == end == -1:
         return None
-    before, _, rest = reply.partition("<patch>")
-    inside, closed, after = rest.partition("</patch>")
-    if not closed or "patch>" in before + inside + after:
+    if not reply.count("<patch>") == reply.count("</patch>") == 1 or end < start:
         raise Refused("the reply needs one <patch> and one </patch> after it")
-    return inside
+    return reply[start + len("<patch>"):end]
 
 
 def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
@@ -218,6 +216,7 @@ def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a model's odd literals are not the user's concern
             tree = ast.parse(source)
+            compile(tree, "reply", "exec")  # not run: it finds more errors, such as a stray break
     except SyntaxError as error:
         raise Refused(f"SyntaxError: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError):  # NUL, surrogates; nesting
@@ -225,7 +224,8 @@ def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == task.name]
     if not functions:
         raise Refused(f"the code does not define {task.name}")
-    if len(functions[-1].args.args) != 1:
+    arguments = functions[-1].args
+    if len(arguments.posonlyargs + arguments.args) != 1 or arguments.kwonlyargs:
         raise Refused(f"{task.name} must take one argument")
     return functions[-1], patch is not None
 

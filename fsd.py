@@ -80,13 +80,15 @@ class Config:
         for name, allowed in dict(method="fsd grpo distill", teacher="frozen live").items():
             if getattr(self, name) not in allowed.split():
                 raise ValueError(f"--{name} {getattr(self, name)}: choose one of {allowed}")
-        for name, low in dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, coef=0,
-                              bonus=0, clip=0, eval_episodes=1, batch_tokens=1).items():
-            if not low <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be at least {low}")
-        for name in ("temperature", "lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be above 0")
+        for name, low in dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, bonus=0,
+                              clip=0, eval_episodes=1, batch_tokens=1).items():
+            if not low <= getattr(self, name) < 2**63:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be finite, at least {low}")
+        for name in ("temperature", "lr", "coef"):
+            if not 0 < getattr(self, name) < 2**63:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be finite, above 0")
+        if not self.out:
+            raise ValueError("--out is empty: name a folder")
 
 
 def parse_args(argv: list[str] | None) -> Config:
@@ -123,16 +125,27 @@ class Policy:
 
 
 def load_policy(name: str, cfg: Config, device: str) -> Policy:
-    """A causal language model with a chat template. Exits with a message when there is none."""
+    """A causal language model with a chat template, by hub name or folder. Exits with a message
+    when it cannot be loaded, or fails in what training needs: its template, sampling, scoring."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         if not tokenizer.chat_template or tokenizer.eos_token_id is None:
-            raise ValueError("its tokenizer has no chat template or no stop token: choose a chat "
-                             "(instruct) model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {name}: cannot use it as a hub name or a model folder.\n{error}")
-    return Policy(model.to(device).eval(), tokenizer, cfg.temperature, cfg.max_tokens)
+            raise ValueError("no chat template or no stop token: choose a chat (instruct) model")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+        probe = Policy(model, tokenizer, temperature=1.0, max_tokens=8)
+        messages = [{"role": r, "content": "a b c"} for r in ("user", "assistant", "user")]
+        prompts = [render(probe, messages[:1]), render(probe, messages, hint="d")]
+        if render(probe, messages) in prompts:
+            raise ValueError("its chat template leaves messages out")
+        replies, logprobs, _ = zip(*sample(probe, prompts, torch.Generator(device).manual_seed(0)))
+        ids, logprobs = (torch.tensor(sum(x, []), device=device) for x in (replies, logprobs))
+        scores = F.log_softmax(score(model, prompts, replies), dim=-1).gather(1, ids[:, None])[:, 0]
+        if not (scores - logprobs).abs().max() < 1e-2:
+            raise ValueError("its log-probs change with padding, or behind its output matrix: "
+                             "this architecture cannot be scored here")
+    except Exception as error:  # a model can fail in too many ways to list
+        raise SystemExit(f"cannot use {name} as a chat model: {type(error).__name__}: {error}")
+    return Policy(model, tokenizer, cfg.temperature, cfg.max_tokens)
 
 
 # The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints,
@@ -196,9 +209,13 @@ def train_base(batches: list[list[list[dict]]], device: str):
     return model, tokenizer
 
 
+def base_folder(cfg: Config) -> Path:
+    return Path(cfg.base or Path(cfg.out, "base"))
+
+
 def embedded_base(cfg: Config, device: str) -> Policy:
     """Trained at first, then read from its folder for as long as it would come out the same."""
-    folder, batches = Path(cfg.base or Path(cfg.out, "base")), base_demonstrations()
+    folder, batches = base_folder(cfg), base_demonstrations()
     made_with = json.dumps([BASE, TEMPLATE, hashlib.sha256(repr(batches).encode()).hexdigest()])
     stamp = folder / "made_with.json"  # written last: a base that was half saved has none
     if stamp.exists() and stamp.read_text() == made_with:
@@ -241,6 +258,7 @@ class Episode:
     group: int  # index of the task within the step: episodes of a group share a baseline
     messages: list[dict]
     turns: list[Turn] = field(default_factory=list)
+    outgrown: bool = False  # ended early, the model's context being full
 
     def reward(self, bonus: float) -> float:
         """Success is worth 1, a behaviour `bonus` times the share of its turns that show it."""
@@ -293,6 +311,8 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
                            logits_to_keep=1).logits[:, -1]
             logp = F.log_softmax(logits.float() / policy.temperature, dim=-1)  # (B, V)
+            if logp.isnan().any():
+                raise FloatingPointError("the model's logits are not finite, try a lower --lr")
             ids = torch.multinomial(logp.exp(), 1, generator=generator)  # (B, 1)
             entropies = -(logp.exp() * logp).sum(-1, keepdim=True)  # (B, 1)
             drawn = (x.tolist() for x in (ids, logp.gather(1, ids), entropies))
@@ -327,8 +347,9 @@ def rollout(policy: Policy, tasks: list[envs.Task], group: int, generator: torch
     while live:
         hints = [envs.hints(e.env.task, e.env.kind) if hinted else None for e in live]
         prompts = [render(policy, e.messages, hint) for e, hint in zip(live, hints)]
-        ready = [(e, p) for e, p in zip(live, prompts)
-                 if len(p) + policy.max_tokens <= policy.max_context]
+        for episode, prompt in zip(live, prompts):
+            episode.outgrown = len(prompt) + policy.max_tokens > policy.max_context
+        ready = [(e, p) for e, p in zip(live, prompts) if not e.outgrown]
         replies = sample(policy, [p for _, p in ready], generator) if ready else []
         live = []
         for (episode, prompt), (ids, logprobs, entropies) in zip(ready, replies):
@@ -451,9 +472,11 @@ def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -
         stats["distill_loss"] += distill.item()
         stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
         stats["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0)
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError("the gradient is not finite, try a lower --lr")
     optimizer.step()
-    return {**stats, "grad_norm": norm.item()}
+    return {**stats, "grad_norm": norm}
 
 
 def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator: torch.Generator,
@@ -502,7 +525,8 @@ def figures(episodes: list[Episode], cfg: Config) -> dict:
             "entropy_failed": mean(h for t in failed for h in t.entropies),
             "entropy_passed": mean(h for t in passed for h in t.entropies),
             "reply_tokens": mean(len(t.ids) for t in turns),
-            "truncated": mean(t.truncated for t in turns)}
+            "truncated": mean(t.truncated for t in turns),
+            "outgrown": mean(e.outgrown for e in episodes)}
 
 
 def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, list[Episode]]:
@@ -530,22 +554,28 @@ COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
            "entropy": "entropy", "reply_tokens": "tokens"}  # metric -> its title in the log
 
 
+def cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def log_line(metrics: dict, cfg: Config) -> str:
     off = ("turns_hinted", "distill_loss") if cfg.method == "grpo" else ()
     return f"{metrics['step']:>4}" + "".join(
-        f"{'off' if name in off else format(metrics[name], '.3f'):>9}" for name in COLUMNS)
+        f"{'off' if name in off else cell(metrics[name]):>9}" for name in COLUMNS)
 
 
 def table(rows: dict[str, dict]):
     names = ["success", *(b.name for b in envs.BEHAVIOURS), "entropy", "reply_tokens"]
     print(f"\n{'held-out tasks':<25}" + "".join(f"{COLUMNS[name]:>11}" for name in names))
     for title, row in rows.items():
-        print(f"{title:<25}" + "".join(f"{row[name]:>11.3f}" for name in names))
+        print(f"{title:<25}" + "".join(f"{cell(row[name]):>11}" for name in names))
+    if any(row["outgrown"] for row in rows.values()):
+        print("some episodes ended early, their context being full: lower --max_tokens")
 
 
 # ----------------------------------------------------------------------------------------- main
-def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, bool]:
-    """(seconds per phase, whether Ctrl-C ended it early). Trains the policy in place."""
+def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, BaseException | None]:
+    """(seconds per phase, what ended it early if anything did). Trains the policy in place."""
     teacher = copy.deepcopy(policy.model) if cfg.teacher == "frozen" else policy.model
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
@@ -562,27 +592,29 @@ def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, bool]:
             print(json.dumps(metrics), file=metrics_file, flush=True)
             for phase in seconds:
                 seconds[phase] += metrics[f"{phase}_s"]
-            progress.set_postfix_str(" ".join(f"{n} {metrics[n]:.2f}" for n in list(COLUMNS)[:3]))
+            progress.set_postfix_str(" ".join(f"{n} {cell(metrics[n])[:4]}"
+                                              for n in list(COLUMNS)[:3]))
             if step % 10 == 0 or step in (1, cfg.steps):
                 tqdm.write(log_line(metrics, cfg))
             if not metrics["update_tokens"]:
                 tqdm.write(f"{step:>4}  no failed turn, no group with different rewards: "
                            "update skipped")
-    except KeyboardInterrupt:
-        return seconds, True
+    except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
+        return seconds, error
     finally:
         progress.close()
-    return seconds, False
+    return seconds, None
 
 
 def main(argv: list[str] | None = None):
     cfg = parse_args(argv)
     out = Path(cfg.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    try:  # all folders, before any work
+        for folder in [out / "policy"] + [base_folder(cfg)] * (not cfg.model):
+            folder.mkdir(parents=True, exist_ok=True)
         (out / "metrics.jsonl").open("a").close()  # an earlier run's lines stay until training
     except OSError as error:
-        raise SystemExit(f"--out {cfg.out}: cannot write there ({error.strerror})")
+        raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
     device = ("cuda" if torch.cuda.is_available() else
               "mps" if torch.backends.mps.is_available() else "cpu")
     clock = [time.perf_counter()]
@@ -598,33 +630,32 @@ def main(argv: list[str] | None = None):
     table({"before": before, "before, with hints": hinted})
     clock.append(time.perf_counter())
 
-    (out / "summary.json").unlink(missing_ok=True)  # of an earlier run
     with (out / "metrics.jsonl").open("w") as metrics_file:
-        seconds, interrupted = train(policy, cfg, metrics_file)
+        seconds, stopped = train(policy, cfg, metrics_file)
     save(policy.model, policy.tokenizer, out / "policy")
     clock.append(time.perf_counter())
-
-    after = None
-    if not interrupted:
-        after, episodes_after = evaluate(policy, cfg)
-        show("before", episodes_before[0])
-        show("after", episodes_after[0])
-        table({"before": before, "before, with hints": hinted, "after": after})
-    clock.append(time.perf_counter())
-    phases = zip(("base", "evaluate_before", "train", "evaluate_after"), clock, clock[1:])
-    seconds |= {phase: end - start for phase, start, end in phases}
     names = [b.name for b in envs.BEHAVIOURS]
     base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
             "hinted": {n: hinted[n] for n in names}}
-    summary = dict(config=asdict(cfg), base=base, before=before, after=after, seconds=seconds)
+    summary = dict(config=asdict(cfg), base=base, before=before, after=None, seconds=seconds)
+    seconds |= dict(zip(("base", "evaluate", "train"), (b - a for a, b in zip(clock, clock[1:]))))
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
-    if interrupted:
-        sys.exit(130)
+    if stopped:
+        print(f"training was stopped early: {type(stopped).__name__} {stopped}")
+        sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
+
+    summary["after"], episodes_after = evaluate(policy, cfg)
+    seconds["evaluate"] += time.perf_counter() - clock[-1]
+    (out / "summary.json").write_text(json.dumps(summary, indent=1))
+    show("before", episodes_before[0])
+    show("after", episodes_after[0])
+    table({"before": before, "before, with hints": hinted, "after": summary["after"]})
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
     try:
         main()
-    except KeyboardInterrupt:  # outside training, where it is handled, there is nothing to save
+    except KeyboardInterrupt:  # what was finished is saved
         sys.exit(130)

@@ -473,12 +473,12 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     ("--metod fsd", "unrecognized arguments: --metod"),
     ("--method ppo", "--method ppo: choose one of fsd grpo distill"),
     ("--teacher ema", "choose one of frozen live"),
-    ("--steps 0", "--steps 0: must be at least 1"), ("--steps many", "invalid int value"),
-    ("--group 1", "must be at least 2"), ("--temperature 0", "--temperature 0.0: must be above 0"),
-    ("--lr nan", "must be above 0"),
-    ("--model no/such-model", "--model no/such-model: cannot use it"),
-    ("--model {tmp}", "cannot use it"), ("--model {tmp}/plain", "no chat template"),
-    ("--out {tmp}/file/x", "cannot write there")])
+    ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
+    ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, above 0"),
+    ("--lr nan", "must be finite, above 0"), ("--out=", "--out is empty"),
+    ("--model no/such-model", "cannot use no/such-model as a chat model"),
+    ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
+    ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
 def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flags, message, capsys):
     (tmp_path / "file").write_text("")
     plain = copy.deepcopy(tokenizer)
@@ -486,7 +486,7 @@ def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flag
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(SystemExit) as end:
         fsd.main(["--out", str(tmp_path / "out"), *flags.format(tmp=tmp_path).split()])
-    assert message in f"{end.value.code} {capsys.readouterr().err}"
+    assert message.format(tmp=tmp_path) in f"{end.value.code} {capsys.readouterr().err}"
     assert not (tmp_path / "out" / "base").exists()
 
 
