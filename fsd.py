@@ -482,27 +482,27 @@ def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -
 def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator: torch.Generator,
                cfg: Config) -> dict:
     """Steps 1 to 6 of the algorithm, once; returns the step's metrics."""
-    start = time.perf_counter()
-    tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
-    episodes = rollout(policy, tasks, cfg.group, generator)
+    seconds = {}
+    with timed(seconds, "rollout_s"):
+        tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
+        episodes = rollout(policy, tasks, cfg.group, generator)
     turns = [turn for episode in episodes for turn in episode.turns]
-    if cfg.method != "grpo":
-        attach_hints(policy, turns, rule_judge)
-    rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
-    groups = torch.tensor([e.group for e in episodes])
-    advantages = group_advantages(rewards, groups)
-    if cfg.method != "distill":
-        for episode, advantage in zip(episodes, advantages.tolist()):
-            for turn in episode.turns:  # every turn carries its episode's advantage
-                turn.advantage = advantage
-    middle = time.perf_counter()
-    stats = update(policy, teacher, optimizer, turns, cfg)
-    return {**figures(episodes, cfg), **stats,
+    with timed(seconds, "update_s"):
+        if cfg.method != "grpo":
+            attach_hints(policy, turns, rule_judge)
+        rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
+        groups = torch.tensor([e.group for e in episodes])
+        advantages = group_advantages(rewards, groups)
+        if cfg.method != "distill":
+            for episode, advantage in zip(episodes, advantages.tolist()):
+                for turn in episode.turns:  # every turn carries its episode's advantage
+                    turn.advantage = advantage
+        stats = update(policy, teacher, optimizer, turns, cfg)
+    return {**figures(episodes, cfg), **stats, **seconds,
             "turns_hinted": mean(bool(t.hint) for t in turns),
             "tokens_distilled": mean(bool(t.hint) for t in turns for _ in t.ids),
             "flat_groups": mean(not advantages[groups == g].any() for g in range(cfg.tasks)),
-            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns),
-            "rollout_s": middle - start, "update_s": time.perf_counter() - middle}
+            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns)}
 
 
 # ------------------------------------------------------------------------------------ seeing it
@@ -510,6 +510,13 @@ def mean(values) -> float | None:
     """None for no values, such as the entropy of failed turns when none failed."""
     values = list(values)
     return sum(values) / len(values) if values else None
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str):
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def figures(episodes: list[Episode], cfg: Config) -> dict:
@@ -574,13 +581,12 @@ def table(rows: dict[str, dict]):
 
 
 # ----------------------------------------------------------------------------------------- main
-def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, BaseException | None]:
-    """(seconds per phase, what ended it early if anything did). Trains the policy in place."""
+def train(policy: Policy, cfg: Config, metrics_file) -> BaseException | None:
+    """Trains the policy in place; returns what ended it early, if anything did."""
     teacher = copy.deepcopy(policy.model) if cfg.teacher == "frozen" else policy.model
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
     generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
-    seconds = dict(rollout=0.0, update=0.0)
     print(f"\n{'step':>4}" + "".join(f"{title:>9}" for title in COLUMNS.values()))
     progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
     try:
@@ -590,8 +596,6 @@ def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, BaseExceptio
             metrics = train_step(policy, teacher, optimizer, rng, generator, cfg)
             metrics = {"step": step, **metrics}
             print(json.dumps(metrics), file=metrics_file, flush=True)
-            for phase in seconds:
-                seconds[phase] += metrics[f"{phase}_s"]
             progress.set_postfix_str(" ".join(f"{n} {cell(metrics[n])[:4]}"
                                               for n in list(COLUMNS)[:3]))
             if step % 10 == 0 or step in (1, cfg.steps):
@@ -600,10 +604,9 @@ def train(policy: Policy, cfg: Config, metrics_file) -> tuple[dict, BaseExceptio
                 tqdm.write(f"{step:>4}  no failed turn, no group with different rewards: "
                            "update skipped")
     except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
-        return seconds, error
+        return error
     finally:
         progress.close()
-    return seconds, None
 
 
 def main(argv: list[str] | None = None):
@@ -617,36 +620,35 @@ def main(argv: list[str] | None = None):
         raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
     device = ("cuda" if torch.cuda.is_available() else
               "mps" if torch.backends.mps.is_available() else "cpu")
-    clock = [time.perf_counter()]
-    policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
-    clock.append(time.perf_counter())
+    seconds = {}
+    with timed(seconds, "base"):
+        policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
 
     print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints")
-    before, episodes_before = evaluate(policy, cfg)
+    with timed(seconds, "evaluate"):
+        before, episodes_before = evaluate(policy, cfg)
+        hinted, _ = evaluate(policy, cfg, hinted=True)
     if before["reply_tokens"] is None:
         raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
                          "cannot hold a turn")
-    hinted, _ = evaluate(policy, cfg, hinted=True)
     table({"before": before, "before, with hints": hinted})
-    clock.append(time.perf_counter())
 
-    with (out / "metrics.jsonl").open("w") as metrics_file:
-        seconds, stopped = train(policy, cfg, metrics_file)
+    (out / "summary.json").unlink(missing_ok=True)  # an earlier run's
+    with (out / "metrics.jsonl").open("w") as metrics_file, timed(seconds, "train"):
+        stopped = train(policy, cfg, metrics_file)
     save(policy.model, policy.tokenizer, out / "policy")
-    clock.append(time.perf_counter())
     names = [b.name for b in envs.BEHAVIOURS]
     base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
             "hinted": {n: hinted[n] for n in names}}
     summary = dict(config=asdict(cfg), base=base, before=before, after=None, seconds=seconds)
-    seconds |= dict(zip(("base", "evaluate", "train"), (b - a for a, b in zip(clock, clock[1:]))))
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if stopped:
         print(f"training was stopped early: {type(stopped).__name__} {stopped}")
         sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
 
-    summary["after"], episodes_after = evaluate(policy, cfg)
-    seconds["evaluate"] += time.perf_counter() - clock[-1]
+    with timed(seconds, "evaluate"):
+        summary["after"], episodes_after = evaluate(policy, cfg)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     show("before", episodes_before[0])
     show("after", episodes_after[0])
