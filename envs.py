@@ -32,7 +32,6 @@ MAX_REPLY = 10_000  # characters of a reply that the parser looks at
 MAX_SOURCE = 2_000  # characters of a function: this bounds the interpreter's time as well
 MAX_BITS = 256  # of an integer while a function runs
 HELD_OUT = 1_000_000  # seeds from here on give the held-out tasks
-
 # ------------------------------------------------------------------------------------- tasks
 SYMBOLS = {"add": "+", "subtract": "-", "multiply by": "*"}
 Steps = tuple[tuple[str, int], tuple[str, int]]  # (("multiply by", 2), ("add", 5))
@@ -118,7 +117,7 @@ COMPARE = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.G
 BUILTINS = {"abs": abs, "min": min, "max": max, "int": int, "float": float}
 
 
-def evaluate(node: ast.expr, names: dict):
+def value_of(node: ast.expr, names: dict):
     """The value of an expression: a number or a truth value. Raises Refused for anything else."""
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
@@ -128,27 +127,27 @@ def evaluate(node: ast.expr, names: dict):
                 return names[name]
             raise Refused(f"the name {name} is not defined")
         case ast.BinOp(left, op, right) if type(op) in BINARY:
-            return bounded(BINARY[type(op)](evaluate(left, names), evaluate(right, names)))
+            return bounded(BINARY[type(op)](value_of(left, names), value_of(right, names)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
-            return UNARY[type(op)](evaluate(operand, names))
+            return UNARY[type(op)](value_of(operand, names))
         case ast.BoolOp(op, values):
             stop = isinstance(op, ast.Or)
             for value in values:
-                result = evaluate(value, names)
+                result = value_of(value, names)
                 if bool(result) == stop:
                     break
             return result
         case ast.Compare(left, ops, rights) if all(type(op) in COMPARE for op in ops):
-            value = evaluate(left, names)
+            value = value_of(left, names)
             for op, right in zip(ops, rights):
-                previous, value = value, evaluate(right, names)
+                previous, value = value, value_of(right, names)
                 if not COMPARE[type(op)](previous, value):
                     return False
             return True
         case ast.IfExp(test, body, orelse):
-            return evaluate(body if evaluate(test, names) else orelse, names)
+            return value_of(body if value_of(test, names) else orelse, names)
         case ast.Call(ast.Name(id=name), args, []) if name in BUILTINS:
-            return bounded(BUILTINS[name](*(evaluate(arg, names) for arg in args)))
+            return bounded(BUILTINS[name](*(value_of(arg, names) for arg in args)))
     raise Refused(f"{type(node).__name__} is not supported here")
 
 
@@ -157,13 +156,13 @@ def execute(body: list[ast.stmt], names: dict):
     for statement in body:
         match statement:
             case ast.Return(value):
-                return True, None if value is None else evaluate(value, names)
+                return True, None if value is None else value_of(value, names)
             case ast.Assign([ast.Name(id=name)], value):
-                names[name] = evaluate(value, names)
+                names[name] = value_of(value, names)
             case ast.AugAssign(ast.Name(id=name) as target, op, value):
-                names[name] = evaluate(ast.BinOp(target, op, value), names)
+                names[name] = value_of(ast.BinOp(target, op, value), names)
             case ast.If(test, then, orelse):
-                returned, value = execute(then if evaluate(test, names) else orelse, names)
+                returned, value = execute(then if value_of(test, names) else orelse, names)
                 if returned:
                     return True, value
             case ast.Pass() | ast.Expr(ast.Constant(value=str())):  # a docstring
@@ -265,7 +264,7 @@ def shown(task: Task, kind: str, reply: str) -> dict[str, bool]:
 
 
 def hints(task: Task, kind: str, reply: str = "") -> str | None:
-    """The rule judge: one hint for each behaviour that the reply lacks, None for a good turn."""
+    """What the rule judge says: a hint for each behaviour that the reply lacks, None if none."""
     lacking = [b.hint(task) for b in BEHAVIOURS if b.kind == kind and not b.check(task, reply)]
     return " ".join(lacking) or None
 
@@ -337,14 +336,15 @@ def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], st
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plays one scripted episode and prints it.")
+    parser = argparse.ArgumentParser(description="Plays one scripted episode.")
     parser.add_argument("seed", type=int, nargs="?", default=0)
     seed = parser.parse_args().seed
     rng, env = random.Random(seed), Repair(make_task(seed))
     message = env.first_message()
     while message:
         reply = expert(env, rng, wanted=rng.random() < 0.5)
-        print(f"user:      {message}\nassistant: {reply}".replace("\n", "\n           "))
+        for who, text in (("user:", message), ("assistant:", reply)):
+            print(f"{who:<11}" + text.replace("\n", "\n" + " " * 11))
         print(f"judge:     {hints(env.task, env.kind, reply) or 'a good turn, no hint'}")
         message = env.step(reply)
     print(f"success:   {env.success}")

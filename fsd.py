@@ -1,12 +1,12 @@
 """Feedback self-distillation (FSD) in one file.
 
-A language-model agent learns behaviours that it never shows by itself, because the same model with
-a hint in its context is the teacher for the turns that failed.
+A language-model agent learns behaviours that it never shows by itself: for each turn that failed to
+show one, the same model with a hint in its context is the teacher.
 
 The algorithm, and the function that does each step:
   1. rollout            the policy plays G episodes per task, several turns each, without hints
   2. rule_judge         a judge reads each turn and writes a short hint if the turn failed
-  3. attach_hints       the teacher's view: the same conversation, the hint behind its last message
+  3. attach_hints       the teacher's view: the same conversation, its last message plus the hint
   4. group_advantages   the RL part: an episode's reward against the others of its task,
      grpo_loss          and the policy-gradient loss on all sampled tokens
   5. distill_loss       on failed turns only: the teacher scores the very tokens that the policy
@@ -17,9 +17,10 @@ The algorithm, and the function that does each step:
 Symbols: B turns in a batch, T tokens in a row, N sampled tokens, V vocabulary, H hidden size,
 G episodes per task. A turn is (prompt ids, sampled ids); only sampled ids are scored, as sampled.
 
-Only a digest of the paper is public, without formulas. Our choices: the failed turn itself is
-scored again (no second rollout); the loss is KL(teacher || student) over the full vocabulary; it is
-divided by all sampled tokens, so that it fades as failures do; the teacher is the initial model.
+The paper ("Coding agents can learn neglected behaviors without sacrificing baseline performance",
+Frans et al.) is public as a digest without formulas. Our choices: the failed turn itself is scored
+again (no second rollout); the loss is KL(teacher || student) over the full vocabulary, divided by
+all sampled tokens, so that it fades as failures do; the teacher is a copy of the initial model.
 
     python fsd.py                                  embedded base model, some minutes on a CPU
     python fsd.py --method grpo --out runs/grpo    the same reward without distillation
@@ -71,8 +72,8 @@ class Config:
     lr: float = 1e-4  # AdamW's learning rate after the warm-up
     warmup: int = 10  # steps of linear warm-up
     coef: float = 1.0  # weight of the distillation loss
-    bonus: float = 0.2  # reward for showing a behaviour on all its turns; success is worth 1
-    clip: float = 0.2  # GRPO's bound on how far the probability ratio may be from 1
+    bonus: float = 0.2  # reward of a behaviour, times its share of turns; success is worth 1
+    clip: float = 0.2  # bounds GRPO's ratio; without effect at one update per rollout
     eval_episodes: int = 512  # held-out tasks, one episode each
     batch_tokens: int = 8192  # of a micro-batch with its padding: bounds the memory of an update
 
@@ -222,7 +223,7 @@ def embedded_base(cfg: Config, device: str) -> Policy:
         print(f"base model: reusing {folder}")
     else:
         print("base model: " + ("made with other settings, training it again" if stamp.exists()
-                                else "training it once, later runs reuse it") + f" ({folder})")
+                                else "training it once, for a minute or two") + f" ({folder})")
         save(*train_base(batches, device), folder)
         stamp.write_text(made_with)
     return load_policy(str(folder), cfg, device)
@@ -282,7 +283,7 @@ def render(policy: Policy, messages: list[dict], hint: str | None = None) -> lis
 
 @contextmanager
 def eval_mode(model):
-    """No dropout in sampling and scoring: before the first update, every ratio must be 1."""
+    """No dropout in sampling and scoring: before the update, every ratio must be 1."""
     was_training = model.training
     model.eval()
     try:
@@ -399,7 +400,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, clip: float) -> torch.Tensor:
     """-sum_j min(rho_j A_j, clip(rho_j, 1 - e, 1 + e) A_j),  rho_j = exp(logprob_j - old_logprob_j)
 
     All (N,), one entry per sampled token -> scalar. GRPO (arXiv 2402.03300), eq. 3 without its KL
-    term. At rho = 1 the value says nothing; the gradient on logprob_j is -A_j."""
+    term and its mean over each reply: every token of the step weighs the same. At rho = 1 the value
+    says nothing of progress; the gradient on logprob_j is -A_j."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
 
@@ -407,8 +409,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, clip: float) -> torch.Tensor:
 def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
     """sum_j KL(q_j || p_j) = sum_j sum_v q_j(v) (log q_j(v) - log p_j(v)),  no gradient through q
 
-    student_logprobs (log p) and teacher_logprobs (log q): (N, V), a row per sampled token of a
-    failed turn -> scalar. In this direction the gradient on the student's logits is p - q, however
+    p is the student, q the teacher. Both log-probs (N, V), a row per sampled token of a failed
+    turn -> scalar. In this direction the gradient on the student's logits is p - q, however
     unlikely the student finds what the teacher proposes; that of KL(p || q) vanishes there."""
     return F.kl_div(student_logprobs, teacher_logprobs.detach(), reduction="sum", log_target=True)
 
@@ -445,27 +447,28 @@ def micro_batches(turns: list[Turn], batch_tokens: int):
 def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -> dict:
     """One AdamW step on L = (L_grpo + coef * L_distill) / N, N = all sampled tokens of the step.
 
-    Turns with neither an advantage nor a hint have no gradient, and are not scored."""
+    The gradient's norm is clipped at 1. Turns with neither an advantage nor a hint have no gradient
+    and are not scored."""
     log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
     total = sum(len(t.ids) for t in turns)  # N: counted once, before the micro-batches
     stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, update_tokens=0)
-    optimizer.zero_grad(set_to_none=True)  # no signal, no step: AdamW's momentum would move zeros
+    optimizer.zero_grad(set_to_none=True)  # None, and not 0, keeps AdamW from moving a weight
     for batch in micro_batches([t for t in turns if t.advantage or t.hint], cfg.batch_tokens):
         tokens = [(*token, t.advantage, bool(t.hint)) for t in batch
                   for token in zip(t.ids, t.logprobs)]
-        ids, old_logprobs, advantages, failed = (
+        ids, old_logprobs, advantages, is_hinted = (
             torch.tensor(column, device=policy.model.device) for column in zip(*tokens))  # (N,)
         student = log_softmax(score(policy.model, [t.prompt for t in batch],
                                     [t.ids for t in batch]))  # (N, V)
         logprobs = student.gather(1, ids[:, None])[:, 0]  # (N,)
         rl = grpo_loss(logprobs, old_logprobs, advantages, cfg.clip) / total
         distill = torch.zeros_like(rl)
-        if failed.any():
-            hinted = [t for t in batch if t.hint]
+        hinted = [t for t in batch if t.hint]
+        if hinted:
             with torch.no_grad():
                 teachers = log_softmax(score(teacher, [t.hinted_prompt for t in hinted],
-                                             [t.ids for t in hinted]))  # (failed, V)
-            distill = distill_loss(student[failed], teachers) / total
+                                             [t.ids for t in hinted]))  # (is_hinted.sum(), V)
+            distill = distill_loss(student[is_hinted], teachers) / total
         (rl + cfg.coef * distill).backward()
         gap = (logprobs - old_logprobs).abs().max().item()
         stats["grpo_loss"] += rl.item()
@@ -520,7 +523,7 @@ def timed(seconds: dict[str, float], phase: str):
 
 
 def figures(episodes: list[Episode], cfg: Config) -> dict:
-    """Means over episodes, turns or sampled tokens. Failed turns lack a behaviour that applies."""
+    """Means over episodes, turns or tokens. A failed turn lacks a behaviour that applies."""
     turns = [turn for episode in episodes for turn in episode.turns]
     passed = [turn for turn in turns if all(turn.shown.values())]
     failed = [turn for turn in turns if not all(turn.shown.values())]
@@ -601,8 +604,7 @@ def train(policy: Policy, cfg: Config, metrics_file) -> BaseException | None:
             if step % 10 == 0 or step in (1, cfg.steps):
                 tqdm.write(log_line(metrics, cfg))
             if not metrics["update_tokens"]:
-                tqdm.write(f"{step:>4}  no failed turn, no group with different rewards: "
-                           "update skipped")
+                tqdm.write(f"{step:>4}  no turn has a hint or an advantage: update skipped")
     except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
         return error
     finally:
@@ -640,7 +642,8 @@ def main(argv: list[str] | None = None):
     names = [b.name for b in envs.BEHAVIOURS]
     base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
             "hinted": {n: hinted[n] for n in names}}
-    summary = dict(config=asdict(cfg), base=base, before=before, after=None, seconds=seconds)
+    summary = dict(config=asdict(cfg), base=base, before=before, hinted=hinted,
+                   after=None, seconds=seconds)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if stopped:
