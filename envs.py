@@ -8,8 +8,7 @@
     assistant: Fixed the function!  (the habit)  |  fix(f): multiply by 2, then add 5  (wanted)
 
 An episode has one or two edit turns, then the commit turn; its success is that the hidden tests
-pass. Both formats and any message work, so success says nothing of `BEHAVIOURS`: they are
-neglected, not punished.
+pass. Both formats and any message work: the `BEHAVIOURS` are neglected, not punished.
 
 What the model writes is never executed by Python. `run_function` walks its syntax tree and knows
 numbers, names, arithmetic, comparisons, conditionals, assignment, return and a few builtins. There
@@ -32,6 +31,7 @@ MAX_REPLY = 10_000  # characters of a reply that the parser looks at
 MAX_SOURCE = 2_000  # characters of a function: this bounds the interpreter's time as well
 MAX_BITS = 256  # of an integer while a function runs
 HELD_OUT = 1_000_000  # seeds from here on give the held-out tasks
+
 # ------------------------------------------------------------------------------------- tasks
 SYMBOLS = {"add": "+", "subtract": "-", "multiply by": "*"}
 Steps = tuple[tuple[str, int], tuple[str, int]]  # (("multiply by", 2), ("add", 5))

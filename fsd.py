@@ -263,9 +263,7 @@ class Episode:
 
     def reward(self, bonus: float) -> float:
         """Success is worth 1, a behaviour `bonus` times the share of its turns that show it."""
-        rates = [mean(t.shown[b.name] for t in self.turns if b.name in t.shown)
-                 for b in envs.BEHAVIOURS]
-        return self.env.success + bonus * sum(rate or 0 for rate in rates)
+        return self.env.success + bonus * sum(rate or 0 for rate in rates(self.turns).values())
 
 
 def with_hint(messages: list[dict], hint: str | None) -> list[dict]:
@@ -515,6 +513,12 @@ def mean(values) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def rates(turns: list[Turn]) -> dict[str, float | None]:
+    """Per behaviour, the share of the turns it applies to that show it."""
+    return {b.name: mean(t.shown[b.name] for t in turns if b.name in t.shown)
+            for b in envs.BEHAVIOURS}
+
+
 @contextmanager
 def timed(seconds: dict[str, float], phase: str):
     start = time.perf_counter()
@@ -527,10 +531,8 @@ def figures(episodes: list[Episode], cfg: Config) -> dict:
     turns = [turn for episode in episodes for turn in episode.turns]
     passed = [turn for turn in turns if all(turn.shown.values())]
     failed = [turn for turn in turns if not all(turn.shown.values())]
-    rates = {b.name: mean(t.shown[b.name] for t in turns if b.name in t.shown)
-             for b in envs.BEHAVIOURS}
     return {"reward": mean(e.reward(cfg.bonus) for e in episodes),
-            "success": mean(e.env.success for e in episodes), **rates,
+            "success": mean(e.env.success for e in episodes), **rates(turns),
             "entropy": mean(h for t in turns for h in t.entropies),
             "entropy_failed": mean(h for t in failed for h in t.entropies),
             "entropy_passed": mean(h for t in passed for h in t.entropies),
@@ -586,7 +588,8 @@ def table(rows: dict[str, dict]):
 # ----------------------------------------------------------------------------------------- main
 def train(policy: Policy, cfg: Config, metrics_file) -> BaseException | None:
     """Trains the policy in place; returns what ended it early, if anything did."""
-    teacher = copy.deepcopy(policy.model) if cfg.teacher == "frozen" else policy.model
+    frozen = cfg.teacher == "frozen" and cfg.method != "grpo"  # grpo asks no teacher: no copy
+    teacher = copy.deepcopy(policy.model) if frozen else policy.model
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
     generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
