@@ -1,11 +1,12 @@
 """A toy coding environment: repair a small Python function with tools, over several turns.
 
     user:      def f(x): return (x * 3) - 5
-               f must take x, multiply by 2, then add 5. Answer with the whole fixed function.
+               This is wrong. f must take x, multiply by 2, then add 5. Answer with the whole
+               fixed function.
     assistant: a little reasoning, then the function in a ``` block (the habit; it works)
                or between <patch> and </patch> (the tool format that is wanted)
-    user:      1 of 3 tests pass. Try again.     |  3 of 3 tests pass. Write the commit message.
-    assistant: Fixed the function!  (the habit)  |  fix(f): multiply by 2, then add 5  (wanted)
+    user:      1 of 3 tests pass. Try again.  |  3 of 3 tests pass. Write a one-line commit message.
+    assistant: Fixed it.  (the habit)         |  fix(f): multiply by 2, then add 5  (wanted)
 
 An episode has one or two edit turns, then the commit turn; its success is that the hidden tests
 pass. Both formats and any message work: the `BEHAVIOURS` are neglected, not punished.
@@ -239,7 +240,7 @@ def uses_patch(task: Task, reply: str) -> bool:
 
 def uses_style(task: Task, reply: str) -> bool:
     subject = reply.strip().partition("\n")[0]
-    return re.fullmatch(rf"fix\({task.name}\): \w.{{0,70}}", subject) is not None
+    return re.fullmatch(rf"fix\({task.name}\): \w.{{0,100}}", subject) is not None
 
 
 @dataclass(frozen=True)
@@ -247,14 +248,18 @@ class Behaviour:
     name: str
     kind: str  # the turns that it applies to: "edit" or "commit"
     check: Callable[[Task, str], bool]
+    rule: Callable[[Task], str]  # what a judge that is a language model is told
     hint: Callable[[Task], str]  # says how to improve this turn; never a hidden expected value
 
 
+# Wording decides: with these hints Qwen2.5-Coder-0.5B complies; longer ones or bans do worse.
 BEHAVIOURS = (
     Behaviour("patch", "edit", uses_patch,
-              lambda task: "Wrap the fixed function in <patch> and </patch> tags."),
+              lambda task: "The code must stand between <patch> and </patch>.",
+              lambda task: "Wrap your answer in <patch> and </patch> tags."),
     Behaviour("style", "commit", uses_style,
-              lambda task: f"Write it as fix({task.name}): and then what the function does now."),
+              lambda task: f"The message must begin with fix({task.name}): ",
+              lambda task: f"Use the format fix({task.name}): what the function does now"),
 )
 
 
@@ -277,8 +282,8 @@ class Repair:
         self.task, self.kind, self.edits, self.success = task, "edit", 0, False
 
     def first_message(self) -> str:
-        return (f"{self.task.source(self.task.bug)}\n{self.task.name} must take {self.task.arg}, "
-                f"{self.task.spec}. Answer with the whole fixed function.")
+        return (f"{self.task.source(self.task.bug)}\nThis is wrong. {self.task.name} must take "
+                f"{self.task.arg}, {self.task.spec}. Answer with the whole fixed function.")
 
     def step(self, reply: str) -> str | None:
         """The user's next message, None when the episode is over. No reply can make it raise."""
@@ -295,7 +300,7 @@ class Repair:
             observation = f"Error: {str(error)[:100]}."
         if self.success or self.edits == MAX_EDITS:
             self.kind = "commit"
-            return f"{observation} Write the commit message."
+            return f"{observation} Write a one-line commit message."
         return f"{observation} Try again."
 
 

@@ -6,6 +6,7 @@ show one, the same model with a hint in its context is the teacher.
 The algorithm, and the function that does each step:
   1. rollout            the policy plays G episodes per task, several turns each, without hints
   2. rule_judge         a judge reads each turn and writes a short hint if the turn failed
+     llm_judge
   3. attach_hints       the teacher's view: the same conversation, its last message plus the hint
   4. group_advantages   the RL part: an episode's reward against the others of its task,
      grpo_loss          and the policy-gradient loss on all sampled tokens
@@ -39,7 +40,8 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,7 +64,7 @@ class Config:
     model: str = ""  # chat model, by hub name or folder; empty: the embedded base model
     teacher: str = "frozen"  # weights that see the hint: frozen (initial) or live (current)
     out: str = "runs/fsd"  # output folder; results of an earlier run in it are overwritten
-    base: str = ""  # folder that keeps the embedded base for later runs; empty: OUT/base
+    base: str = ""  # folder that keeps the embedded base; empty: OUT/base
     seed: int = 0  # of the training tasks and their sampling, not of the base or the evaluation
     steps: int = 150  # one rollout and one update each
     tasks: int = 8  # tasks per step
@@ -72,24 +74,41 @@ class Config:
     lr: float = 1e-4  # AdamW's learning rate after the warm-up
     warmup: int = 10  # steps of linear warm-up
     coef: float = 1.0  # weight of the distillation loss
+    judge: str = "rule"  # who writes the hints: rule, or llm (a chat model)
+    judge_model: str = ""  # of --judge llm, by hub name or folder; empty: the initial policy
+    judge_noise: float = 0.0  # share of the judge's verdicts to turn round: how robust is it?
     bonus: float = 0.2  # reward of a behaviour, times its share of turns; success is worth 1
     clip: float = 0.2  # bounds GRPO's ratio; without effect at one update per rollout
     eval_episodes: int = 512  # held-out tasks, one episode each
+    eval_every: int = 0  # steps between evaluations during training; 0: only before and after
+    sample_rows: int = 512  # replies sampled at once: bounds the memory of a rollout
     batch_tokens: int = 8192  # of a micro-batch with its padding: bounds the memory of an update
+    checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
 
     def __post_init__(self):
-        for name, allowed in dict(method="fsd grpo distill", teacher="frozen live").items():
-            if getattr(self, name) not in allowed.split():
-                raise ValueError(f"--{name} {getattr(self, name)}: choose one of {allowed}")
-        for name, low in dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, bonus=0,
-                              clip=0, eval_episodes=1, batch_tokens=1).items():
-            if not low <= getattr(self, name) < 2**63:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be finite, at least {low}")
-        for name in ("temperature", "lr", "coef"):
-            if not 0 < getattr(self, name) < 2**63:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be finite, above 0")
+        self.base = self.base or f"{self.out}/base"
+        choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm")
+        at_least = dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, bonus=0, clip=0,
+                        judge_noise=0, eval_episodes=1, eval_every=0, sample_rows=1, batch_tokens=1)
+        for name, value in vars(self).items():
+            if name in choices and value not in choices[name].split():
+                raise ValueError(f"--{name} {value}: choose one of {choices[name]}")
+            if name in at_least and not at_least[name] <= value < 2**63:
+                raise ValueError(f"--{name} {value}: must be finite, at least {at_least[name]}")
+            if name in ("temperature", "lr", "coef") and not 0 < value < 2**63:
+                raise ValueError(f"--{name} {value}: must be finite, above 0")
         if not self.out:
             raise ValueError("--out is empty: name a folder")
+        if self.judge_model and self.judge == "rule":
+            raise ValueError("--judge_model: only --judge llm asks a model, pass that too")
+        if self.judge == "llm" and not (self.judge_model or self.model):
+            raise ValueError("--judge llm: the embedded base cannot judge, pass a chat model as "
+                             "--judge_model NAME_OR_FOLDER")
+
+
+# What --model changes of the defaults above; flags win over both.
+PRETRAINED = dict(steps=30, tasks=4, group=4, temperature=0.7, max_tokens=96, lr=2e-6, warmup=5,
+                  eval_episodes=64, sample_rows=64, batch_tokens=4096)
 
 
 def parse_args(argv: list[str] | None) -> Config:
@@ -98,8 +117,12 @@ def parse_args(argv: list[str] | None) -> Config:
     parser = argparse.ArgumentParser("fsd.py", description=__doc__.split("\n\n")[1],
                                      allow_abbrev=False)
     for f in fields(Config):
-        parser.add_argument(f"--{f.name}", type=f.type, default=f.default,
-                            help=f"{helps[f.name]} (default {f.default!r})")
+        pretrained = f", with --model {PRETRAINED[f.name]!r}" if f.name in PRETRAINED else ""
+        kind = dict(action="store_true") if f.type is bool else dict(type=f.type, default=f.default)
+        parser.add_argument(f"--{f.name}", **kind,
+                            help=f"{helps[f.name]} (default {f.default!r}{pretrained})")
+    if parser.parse_args(argv).model:
+        parser.set_defaults(**PRETRAINED)
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:
@@ -113,7 +136,8 @@ class Policy:
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
     temperature: float
-    max_tokens: int
+    max_tokens: int  # per reply
+    sample_rows: int  # replies at once
 
     @property
     def stop_ids(self) -> list[int]:
@@ -125,28 +149,38 @@ class Policy:
         return getattr(self.model.config, "max_position_embeddings", sys.maxsize)
 
 
+def has_bf16(device: str) -> bool:
+    return (torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else
+            device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
 def load_policy(name: str, cfg: Config, device: str) -> Policy:
     """A causal language model with a chat template, by hub name or folder. Exits with a message
-    when it cannot be loaded, or fails in what training needs: its template, sampling, scoring."""
+    when it cannot be loaded, or fails in what training needs: its template, sampling, scoring.
+    Half-precision weights become bf16 where the device computes in it, else float32."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         if not tokenizer.chat_template or tokenizer.eos_token_id is None:
             raise ValueError("no chat template or no stop token: choose a chat (instruct) model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
-        probe = Policy(model, tokenizer, temperature=1.0, max_tokens=8)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        bf16 = model.dtype != torch.float32 and has_bf16(device)
+        probe = Policy(model.float().to(device).eval(), tokenizer, 1.0, 8, 2)
         messages = [{"role": r, "content": "a b c"} for r in ("user", "assistant", "user")]
         prompts = [render(probe, messages[:1]), render(probe, messages, hint="d")]
         if render(probe, messages) in prompts:
             raise ValueError("its chat template leaves messages out")
         replies, logprobs, _ = zip(*sample(probe, prompts, torch.Generator(device).manual_seed(0)))
         ids, logprobs = (torch.tensor(sum(x, []), device=device) for x in (replies, logprobs))
-        scores = F.log_softmax(score(model, prompts, replies), dim=-1).gather(1, ids[:, None])[:, 0]
-        if not (scores - logprobs).abs().max() < 1e-2:
+        scores = F.log_softmax(logits(model, score(model, prompts, replies)), dim=-1)
+        if not (scores.gather(1, ids[:, None])[:, 0] - logprobs).abs().max() < 1e-2:
             raise ValueError("its log-probs change with padding, or behind its output matrix: "
                              "this architecture cannot be scored here")
     except Exception as error:  # a model can fail in too many ways to list
         raise SystemExit(f"cannot use {name} as a chat model: {type(error).__name__}: {error}")
-    return Policy(model, tokenizer, cfg.temperature, cfg.max_tokens)
+    if bf16:
+        for p in model.parameters():  # not the buffers: rotary frequencies need float32
+            p.data = p.data.bfloat16()
+    return Policy(model, tokenizer, cfg.temperature, cfg.max_tokens, cfg.sample_rows)
 
 
 # The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints,
@@ -199,9 +233,9 @@ def train_base(batches: list[list[list[dict]]], device: str):
     progress = tqdm(batches, "training the base", disable=None, ncols=80)
     for batch in progress:
         rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)
-        logits = score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows])  # (N, V)
+        hidden = score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows])  # (N, H)
         targets = torch.tensor([i for ids in rows for i in ids[1:]], device=device)  # (N,)
-        loss = F.cross_entropy(logits, targets)
+        loss = F.cross_entropy(logits(model, hidden), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -210,20 +244,14 @@ def train_base(batches: list[list[list[dict]]], device: str):
     return model, tokenizer
 
 
-def base_folder(cfg: Config) -> Path:
-    return Path(cfg.base or Path(cfg.out, "base"))
-
-
 def embedded_base(cfg: Config, device: str) -> Policy:
     """Trained at first, then read from its folder for as long as it would come out the same."""
-    folder, batches = base_folder(cfg), base_demonstrations()
+    folder, batches = Path(cfg.base), base_demonstrations()
     made_with = json.dumps([BASE, TEMPLATE, hashlib.sha256(repr(batches).encode()).hexdigest()])
     stamp = folder / "made_with.json"  # written last: a base that was half saved has none
-    if stamp.exists() and stamp.read_text() == made_with:
-        print(f"base model: reusing {folder}")
-    else:
-        print("base model: " + ("made with other settings, training it again" if stamp.exists()
-                                else "training it once, for a minute or two") + f" ({folder})")
+    reused = stamp.exists() and stamp.read_text() == made_with
+    print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
+    if not reused:
         save(*train_base(batches, device), folder)
         stamp.write_text(made_with)
     return load_policy(str(folder), cfg, device)
@@ -296,6 +324,11 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
 
     Rows are padded on the left, so that all of them continue at the same column. Those that have
     stopped leave the batch once they are half of it."""
+    if len(prompts) > policy.sample_rows:
+        return [reply for i in range(0, len(prompts), policy.sample_rows)
+                for reply in sample(policy, prompts[i:i + policy.sample_rows], generator)]
+    if not prompts:
+        return []
     model, stop_ids, width = policy.model, set(policy.stop_ids), max(map(len, prompts))
     on_device = lambda rows: torch.tensor(rows, device=model.device)
     ids = on_device([[0] * (width - len(p)) + p for p in prompts])  # (B, T)
@@ -349,7 +382,7 @@ def rollout(policy: Policy, tasks: list[envs.Task], group: int, generator: torch
         for episode, prompt in zip(live, prompts):
             episode.outgrown = len(prompt) + policy.max_tokens > policy.max_context
         ready = [(e, p) for e, p in zip(live, prompts) if not e.outgrown]
-        replies = sample(policy, [p for _, p in ready], generator) if ready else []
+        replies = sample(policy, [prompt for _, prompt in ready], generator)
         live = []
         for (episode, prompt), (ids, logprobs, entropies) in zip(ready, replies):
             env, text = episode.env, policy.tokenizer.decode(ids, skip_special_tokens=True)
@@ -366,19 +399,60 @@ def rollout(policy: Policy, tasks: list[envs.Task], group: int, generator: torch
 
 
 # ---------------------------------------------------------------------------- judge and teacher
+# A judge gives for each turn: a hint if it failed, None if it is good, "" if it cannot tell.
 def rule_judge(turns: list[Turn]) -> list[str | None]:
-    """A hint for each turn that failed, None for the others."""
     return [envs.hints(turn.task, turn.kind, turn.text) for turn in turns]
 
 
-def attach_hints(policy: Policy, turns: list[Turn], judge):
-    """The teacher's view of the failed turns. A hint that the model's context cannot hold is
-    dropped: the teacher must never read a conversation that was cut."""
-    for turn, hint in zip(turns, judge(turns)):
+JUDGE_PROMPT = """A reply is checked against a rule.
+Rule: RULE
+Reply:
+REPLY
+End of the reply. Does it follow the rule? Answer with PASS if it does. If it does not, answer with \
+HINT: and one short sentence that tells the writer how to follow the rule."""
+
+
+def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
+    """A chat model reads each turn's text and the rules of the behaviours that apply to it."""
+    judge, prompts = replace(judge, temperature=1e-6, max_tokens=64), []  # as good as greedy
+    for turn in turns:
+        rule = " ".join(b.rule(turn.task) for b in envs.BEHAVIOURS if b.kind == turn.kind)
+        content = JUDGE_PROMPT.replace("RULE", rule).replace("REPLY", turn.text)
+        prompts.append(render(judge, [{"role": "user", "content": content}]))
+    fits = [len(prompt) + judge.max_tokens <= judge.max_context for prompt in prompts]
+    answers = iter(sample(judge, [p for p, fit in zip(prompts, fits) if fit],
+                          torch.Generator(judge.model.device)))
+    return [read_verdict(judge.tokenizer.decode(next(answers)[0], skip_special_tokens=True))
+            if fit else "" for fit in fits]
+
+
+def read_verdict(answer: str) -> str | None:
+    """None for PASS, the hint of HINT: and one line, "" for anything else. A code fence around it
+    and a word before it (Verdict:, Answer:) are read over; a hint of over 200 letters is refused."""
+    verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
+                           r"(?:(PASS)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
+                           answer.strip(), re.IGNORECASE)
+    return "" if not verdict else None if verdict[1] else verdict[2].strip()
+
+
+def turn_round(verdicts: list, turns: list[Turn], share: float, rng: random.Random) -> list:
+    """A worse judge: this share of its verdicts becomes a miss or a false alarm."""
+    return [verdict if rng.random() >= share else None if verdict else
+            envs.hints(turn.task, turn.kind) for verdict, turn in zip(verdicts, turns)]
+
+
+def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) -> dict:
+    """The teacher's view of the failed turns; returns how well the judge agrees with the rules. A
+    hint that the model's context cannot hold is dropped: the teacher never reads what was cut."""
+    for turn, hint in zip(turns, verdicts):
         if hint:
             hinted_prompt = render(policy, turn.messages, hint)
             if len(hinted_prompt) + len(turn.ids) <= policy.max_context:
                 turn.hint, turn.hinted_prompt = hint, hinted_prompt
+    failed = [not all(turn.shown.values()) for turn in turns]
+    return {"judge_unusable": mean(verdict == "" for verdict in verdicts),
+            "judge_precision": mean(f for f, verdict in zip(failed, verdicts) if verdict),
+            "judge_recall": mean(bool(verdict) for f, verdict in zip(failed, verdicts) if f)}
 
 
 # --------------------------------------------------------------------------------------- losses
@@ -414,8 +488,11 @@ def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------- update
+LOGITS_AT_ONCE = 2**25  # entries of (rows, V): 128 MiB in float32, and a few of them exist at once
+
+
 def score(model, prompts: list[list[int]], replies: list[list[int]]) -> torch.Tensor:
-    """(N, V) float32 logits that predict the N reply tokens, in their order.
+    """(N, H) hidden states that predict the N reply tokens, in their order.
 
     Rows are padded on the right, where causal attention never looks, so no mask is needed. The
     token in column j is predicted in column j - 1; only these columns reach the output matrix."""
@@ -424,86 +501,122 @@ def score(model, prompts: list[list[int]], replies: list[list[int]]) -> torch.Te
     rows = [i for i, r in enumerate(replies) for _ in r]
     columns = [len(p) + j - 1 for p, r in zip(prompts, replies) for j in range(len(r))]
     with eval_mode(model):
+        for layer in model.modules():  # transformers checkpoints layers in training mode only
+            layer.training = getattr(layer, "gradient_checkpointing", False)
         hidden = model.base_model(input_ids=torch.tensor(ids, device=model.device),
                                   use_cache=False).last_hidden_state  # (B, T, H)
-        return model.get_output_embeddings()(hidden[rows, columns]).float()
+    return hidden[rows, columns]
+
+
+def logits(model, hidden: torch.Tensor) -> torch.Tensor:
+    """(N, H) -> (N, V) in float32, whatever the model's own precision."""
+    return model.get_output_embeddings()(hidden).float()
 
 
 def micro_batches(turns: list[Turn], batch_tokens: int):
     """Turns of similar length together, as many as the token budget holds with their padding."""
-    batch = []
     width = lambda turn: max(len(turn.prompt), len(turn.hinted_prompt)) + len(turn.ids)
-    for turn in sorted(turns, key=width):
-        if batch and width(turn) * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(turn)
-    if batch:
-        yield batch
+    turns = sorted(turns, key=width)
+    while turns:
+        n = max(1, batch_tokens // width(turns[-1]))
+        yield turns[-n:]
+        del turns[-n:]
+
+
+def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config) -> dict:
+    """Adds the gradient of a micro-batch to the policy's; returns the statistics.
+
+    V is large: logits exist for a chunk of rows at a time, and each chunk leaves its gradient on
+    the hidden states, from where one pass goes back through the model."""
+    model, rows = policy.model, [(t, j) for t in batch for j in range(len(t.ids))]
+    column = lambda value: torch.tensor([value(t, j) for t, j in rows], device=model.device)  # (N,)
+    ids, old_logprobs = column(lambda t, j: t.ids[j]), column(lambda t, j: t.logprobs[j])
+    advantages, is_hinted = column(lambda t, j: t.advantage), column(lambda t, j: bool(t.hint))
+    hidden = score(model, [t.prompt for t in batch], [t.ids for t in batch])  # (N, H)
+    teacher_hidden = torch.zeros_like(hidden)
+    hinted = [t for t in batch if t.hint]
+    if hinted:
+        with torch.no_grad():
+            teacher_hidden[is_hinted] = score(teacher, [t.hinted_prompt for t in hinted],
+                                              [t.ids for t in hinted])
+    log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
+    leaf = hidden.detach().requires_grad_()
+    stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0)
+    chunk = max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
+    for at in torch.arange(len(rows), device=model.device).split(chunk):
+        student = log_softmax(logits(model, leaf[at]))  # (chunk, V)
+        logprobs = student.gather(1, ids[at, None])[:, 0]
+        rl = grpo_loss(logprobs, old_logprobs[at], advantages[at], cfg.clip) / total
+        with torch.no_grad():
+            teachers = log_softmax(logits(teacher, teacher_hidden[at][is_hinted[at]]))
+        distill = distill_loss(student[is_hinted[at]], teachers) / total
+        (rl + cfg.coef * distill).backward()
+        gap = (logprobs - old_logprobs[at]).abs().max().item()
+        stats["grpo_loss"] += rl.item()
+        stats["distill_loss"] += distill.item()
+        stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
+    hidden.backward(leaf.grad)
+    return stats
+
+
+def float32_weights(model) -> list[torch.Tensor]:
+    """What AdamW moves: bf16 keeps 8 bits, and loses a step of 1e-6 on a weight of 0.01. The
+    weights themselves where they are float32 already."""
+    return [p.detach().float() for p in model.parameters()]
 
 
 def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -> dict:
     """One AdamW step on L = (L_grpo + coef * L_distill) / N, N = all sampled tokens of the step.
 
     The gradient's norm is clipped at 1. Turns with neither an advantage nor a hint have no gradient
-    and are not scored."""
-    log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
+    and are not scored. The optimizer holds the `float32_weights` of the policy."""
     total = sum(len(t.ids) for t in turns)  # N: counted once, before the micro-batches
     stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, update_tokens=0)
+    weights = list(zip(optimizer.param_groups[0]["params"], policy.model.parameters()))
     optimizer.zero_grad(set_to_none=True)  # None, and not 0, keeps AdamW from moving a weight
     for batch in micro_batches([t for t in turns if t.advantage or t.hint], cfg.batch_tokens):
-        tokens = [(*token, t.advantage, bool(t.hint)) for t in batch
-                  for token in zip(t.ids, t.logprobs)]
-        ids, old_logprobs, advantages, is_hinted = (
-            torch.tensor(column, device=policy.model.device) for column in zip(*tokens))  # (N,)
-        student = log_softmax(score(policy.model, [t.prompt for t in batch],
-                                    [t.ids for t in batch]))  # (N, V)
-        logprobs = student.gather(1, ids[:, None])[:, 0]  # (N,)
-        rl = grpo_loss(logprobs, old_logprobs, advantages, cfg.clip) / total
-        distill = torch.zeros_like(rl)
-        hinted = [t for t in batch if t.hint]
-        if hinted:
-            with torch.no_grad():
-                teachers = log_softmax(score(teacher, [t.hinted_prompt for t in hinted],
-                                             [t.ids for t in hinted]))  # (is_hinted.sum(), V)
-            distill = distill_loss(student[is_hinted], teachers) / total
-        (rl + cfg.coef * distill).backward()
-        gap = (logprobs - old_logprobs).abs().max().item()
-        stats["grpo_loss"] += rl.item()
-        stats["distill_loss"] += distill.item()
-        stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
+        for name, value in backward(policy, teacher, batch, total, cfg).items():
+            stats[name] = max(stats[name], value) if name.startswith("max") else stats[name] + value
         stats["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), max_norm=1.0).item()
+        for w, p in weights:  # micro-batches are summed in float32
+            if p.grad is not None:
+                w.grad = p.grad.float() if w.grad is None else w.grad + p.grad
+                p.grad = None
+    norm = torch.nn.utils.clip_grad_norm_([w for w, _ in weights], max_norm=1.0).item()
     if not math.isfinite(norm):
         raise FloatingPointError("the gradient is not finite, try a lower --lr")
     optimizer.step()
+    for w, p in weights:
+        p.data.copy_(w)
     return {**stats, "grad_norm": norm}
 
 
-def train_step(policy: Policy, teacher, optimizer, rng: random.Random, generator: torch.Generator,
-               cfg: Config) -> dict:
+def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
+               generator: torch.Generator, cfg: Config) -> dict:
     """Steps 1 to 6 of the algorithm, once; returns the step's metrics."""
-    seconds = {}
-    with timed(seconds, "rollout_s"):
-        tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
-        episodes = rollout(policy, tasks, cfg.group, generator)
+    start = time.perf_counter()
+    tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
+    episodes = rollout(policy, tasks, cfg.group, generator)
     turns = [turn for episode in episodes for turn in episode.turns]
-    with timed(seconds, "update_s"):
-        if cfg.method != "grpo":
-            attach_hints(policy, turns, rule_judge)
-        rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
-        groups = torch.tensor([e.group for e in episodes])
-        advantages = group_advantages(rewards, groups)
-        if cfg.method != "distill":
-            for episode, advantage in zip(episodes, advantages.tolist()):
-                for turn in episode.turns:  # every turn carries its episode's advantage
-                    turn.advantage = advantage
-        stats = update(policy, teacher, optimizer, turns, cfg)
-    return {**figures(episodes, cfg), **stats, **seconds,
+    rollout_end = time.perf_counter()
+    verdicts = judge(turns) if cfg.method != "grpo" else [None for _ in turns]
+    if cfg.judge_noise:
+        verdicts = turn_round(verdicts, turns, cfg.judge_noise, rng)
+    judged = attach_hints(policy, turns, verdicts)
+    rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
+    groups = torch.tensor([e.group for e in episodes])
+    advantages = group_advantages(rewards, groups)
+    if cfg.method != "distill":
+        for episode, advantage in zip(episodes, advantages.tolist()):
+            for turn in episode.turns:  # every turn carries its episode's advantage
+                turn.advantage = advantage
+    stats = update(policy, teacher, optimizer, turns, cfg)
+    return {**figures(episodes, cfg), **judged, **stats,
             "turns_hinted": mean(bool(t.hint) for t in turns),
             "tokens_distilled": mean(bool(t.hint) for t in turns for _ in t.ids),
             "flat_groups": mean(not advantages[groups == g].any() for g in range(cfg.tasks)),
-            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns)}
+            "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns),
+            "rollout_s": rollout_end - start, "update_s": time.perf_counter() - rollout_end}
 
 
 # ------------------------------------------------------------------------------------ seeing it
@@ -517,13 +630,6 @@ def rates(turns: list[Turn]) -> dict[str, float | None]:
     """Per behaviour, the share of the turns it applies to that show it."""
     return {b.name: mean(t.shown[b.name] for t in turns if b.name in t.shown)
             for b in envs.BEHAVIOURS}
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str):
-    start = time.perf_counter()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def figures(episodes: list[Episode], cfg: Config) -> dict:
@@ -563,51 +669,41 @@ def show(title: str, episode: Episode):
 
 COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
            "turns_hinted": "hinted", "distill_loss": "distill", "flat_groups": "flat",
-           "entropy": "entropy", "reply_tokens": "tokens"}  # metric -> its title in the log
+           "entropy": "entropy", "reply_tokens": "tokens"}  # metric -> its title in the table
+HEADER = f"\n{'':8}" + "".join(f"{title:>9}" for title in COLUMNS.values())
 
 
 def cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def log_line(metrics: dict, cfg: Config) -> str:
-    off = ("turns_hinted", "distill_loss") if cfg.method == "grpo" else ()
-    return f"{metrics['step']:>4}" + "".join(
-        f"{'off' if name in off else cell(metrics[name]):>9}" for name in COLUMNS)
-
-
-def table(rows: dict[str, dict]):
-    names = ["success", *(b.name for b in envs.BEHAVIOURS), "entropy", "reply_tokens"]
-    print(f"\n{'held-out tasks':<25}" + "".join(f"{COLUMNS[name]:>11}" for name in names))
-    for title, row in rows.items():
-        print(f"{title:<25}" + "".join(f"{cell(row[name]):>11}" for name in names))
-    if any(row["outgrown"] for row in rows.values()):
-        print("some episodes ended early, their context being full: lower --max_tokens")
+def row(title, metrics: dict) -> str:
+    return f"{title:>8}" + "".join(f"{cell(metrics.get(name)):>9}" for name in COLUMNS)
 
 
 # ----------------------------------------------------------------------------------------- main
-def train(policy: Policy, cfg: Config, metrics_file) -> BaseException | None:
+def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseException | None:
     """Trains the policy in place; returns what ended it early, if anything did."""
-    frozen = cfg.teacher == "frozen" and cfg.method != "grpo"  # grpo asks no teacher: no copy
-    teacher = copy.deepcopy(policy.model) if frozen else policy.model
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(float32_weights(policy.model), lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
     generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
-    print(f"\n{'step':>4}" + "".join(f"{title:>9}" for title in COLUMNS.values()))
     progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
     try:
         for step in progress:
             for group in optimizer.param_groups:
                 group["lr"] = cfg.lr * min(1.0, step / max(cfg.warmup, 1))
-            metrics = train_step(policy, teacher, optimizer, rng, generator, cfg)
+            metrics = train_step(policy, teacher, judge, optimizer, rng, generator, cfg)
             metrics = {"step": step, **metrics}
+            if step % 10 == 0 or step in (1, cfg.steps):
+                tqdm.write(row(step, metrics))
+            if not metrics["update_tokens"]:
+                tqdm.write(f"{step:>8}  no turn has a hint or an advantage: update skipped")
+            if cfg.eval_every and step % cfg.eval_every == 0 and step < cfg.steps:
+                metrics["held_out"], _ = evaluate(policy, cfg)
+                tqdm.write(row("held-out", metrics["held_out"]))
             print(json.dumps(metrics), file=metrics_file, flush=True)
             progress.set_postfix_str(" ".join(f"{n} {cell(metrics[n])[:4]}"
                                               for n in list(COLUMNS)[:3]))
-            if step % 10 == 0 or step in (1, cfg.steps):
-                tqdm.write(log_line(metrics, cfg))
-            if not metrics["update_tokens"]:
-                tqdm.write(f"{step:>4}  no turn has a hint or an advantage: update skipped")
     except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
         return error
     finally:
@@ -615,50 +711,61 @@ def train(policy: Policy, cfg: Config, metrics_file) -> BaseException | None:
 
 
 def main(argv: list[str] | None = None):
-    cfg = parse_args(argv)
+    start, cfg = time.perf_counter(), parse_args(argv)
     out = Path(cfg.out)
     try:  # all folders, before any work
-        for folder in [out / "policy"] + [base_folder(cfg)] * (not cfg.model):
+        for folder in [out / "policy"] + [Path(cfg.base)] * (not cfg.model):
             folder.mkdir(parents=True, exist_ok=True)
         (out / "metrics.jsonl").open("a").close()  # an earlier run's lines stay until training
     except OSError as error:
         raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
     device = ("cuda" if torch.cuda.is_available() else
               "mps" if torch.backends.mps.is_available() else "cpu")
-    seconds = {}
-    with timed(seconds, "base"):
-        policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
+    policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
+    initial = policy  # copied where the initial weights are needed later on
+    if cfg.method != "grpo" and (cfg.teacher == "frozen" or cfg.judge == "llm"):
+        initial = replace(policy, model=copy.deepcopy(policy.model))
+    teacher = initial.model if cfg.teacher == "frozen" else policy.model
+    judge = rule_judge
+    if cfg.judge == "llm":
+        judge = partial(llm_judge, load_policy(cfg.judge_model, cfg, device)
+                        if cfg.judge_model else initial)
+    if cfg.checkpointing:
+        policy.model.gradient_checkpointing_enable()
 
-    print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints")
-    with timed(seconds, "evaluate"):
-        before, episodes_before = evaluate(policy, cfg)
-        hinted, _ = evaluate(policy, cfg, hinted=True)
+    print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints\n{HEADER}")
+    before, episodes_before = evaluate(policy, cfg)
+    print(row("before", before))
+    hinted, _ = evaluate(policy, cfg, hinted=True)
+    print(row("hinted", hinted))
     if before["reply_tokens"] is None:
         raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
                          "cannot hold a turn")
-    table({"before": before, "before, with hints": hinted})
+    names = [b.name for b in envs.BEHAVIOURS]
+    for name in names:
+        if (before[name] or 0) > 0.05:
+            print(f"{name} is not neglected: shown in {before[name]:.0%} of its turns without a hint")
+        if (hinted[name] or 0) < 0.5:
+            print(f"{name} is not teachable: the model follows {hinted[name] or 0:.0%} of its hints")
 
     (out / "summary.json").unlink(missing_ok=True)  # an earlier run's
-    with (out / "metrics.jsonl").open("w") as metrics_file, timed(seconds, "train"):
-        stopped = train(policy, cfg, metrics_file)
+    with (out / "metrics.jsonl").open("w") as metrics_file:
+        stopped = train(policy, teacher, judge, cfg, metrics_file)
     save(policy.model, policy.tokenizer, out / "policy")
-    names = [b.name for b in envs.BEHAVIOURS]
     base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
             "hinted": {n: hinted[n] for n in names}}
-    summary = dict(config=asdict(cfg), base=base, before=before, hinted=hinted,
-                   after=None, seconds=seconds)
+    summary = dict(config=asdict(cfg), base=base, before=before, hinted=hinted, after=None)
+    if not stopped:
+        summary["after"], episodes_after = evaluate(policy, cfg)
+        print(row("after", summary["after"]))
+    summary["seconds"] = time.perf_counter() - start
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if stopped:
         print(f"training was stopped early: {type(stopped).__name__} {stopped}")
         sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
-
-    with timed(seconds, "evaluate"):
-        summary["after"], episodes_after = evaluate(policy, cfg)
-    (out / "summary.json").write_text(json.dumps(summary, indent=1))
     show("before", episodes_before[0])
     show("after", episodes_after[0])
-    table({"before": before, "before, with hints": hinted, "after": summary["after"]})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def policy(request, tokenizer):
              GPT2LMHeadModel(GPT2Config(**sizes)))
     for p in model.parameters():
         p.data.mul_(4)  # peaked distributions: an error of position or mask becomes large
-    return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12)
+    return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12,
+                      sample_rows=5000)
 
 
 def generator():
@@ -81,11 +82,12 @@ def make_turn(policy, text, advantage=0.0, hint=None, said="a b c"):
 def gradient(policy, teacher, turns, **settings):
     """(the gradient that `update` computes, as one vector; its statistics)."""
     cfg = fsd.Config(temperature=policy.temperature, **settings)
-    optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
+    weights = fsd.float32_weights(policy.model)
+    optimizer = torch.optim.SGD(weights, lr=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(0.0))
         stats = fsd.update(policy, teacher, optimizer, turns, cfg)
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), stats
+    return torch.cat([w.grad.flatten() for w in weights]), stats
 
 
 # ---------------------------------------------------------------------------------- environment
@@ -156,7 +158,7 @@ def test_both_formats_work_and_the_commit_message_ends_the_episode(edit, message
     """Behaviours are neglected, not punished: success may not depend on them."""
     env = envs.Repair(TASK)
     assert env.step("no code") == "Error: the reply has no code block. Try again."
-    assert env.step(edit) == "3 of 3 tests pass. Write the commit message."
+    assert env.step(edit) == "3 of 3 tests pass. Write a one-line commit message."
     assert env.step(message) is None and env.success
     env = envs.Repair(TASK)
     assert [env.step("no code")[-9:] for _ in range(envs.MAX_EDITS)] == ["ry again.", " message."]
@@ -170,7 +172,7 @@ def test_a_hint_speaks_of_its_own_turn_and_a_good_turn_gets_none():
     assert not re.search(r"\d", edit + commit)  # no hidden expected value
     assert envs.hints(TASK, "edit", f"<patch>{RIGHT}</patch>") is None
     assert envs.hints(TASK, "commit", "fix(f): double x") is None
-    for bad in ("fix(g): double x", "fix(f):", "Done. fix(f): x", "fix(f): " + "x" * 90):
+    for bad in ("fix(g): double x", "fix(f):", "Done. fix(f): x", "fix(f): " + "x" * 110):
         assert envs.hints(TASK, "commit", bad)
 
 
@@ -196,7 +198,7 @@ def test_contexts_are_the_templates_own_and_hints_add_no_message(policy, templat
         text = policy.tokenizer.apply_chat_template(turn.messages, tokenize=False,
                                                     add_generation_prompt=True)
         assert turn.prompt == policy.tokenizer.encode(text)
-        fsd.attach_hints(policy, [turn], fsd.rule_judge)
+        fsd.attach_hints(policy, [turn], fsd.rule_judge([turn]))
         ask = "<|end|><|assistant|>"
         hinted = text.removesuffix(ask) + f"\n{turn.hint}" + ask
         assert policy.tokenizer.decode(turn.hinted_prompt) == hinted
@@ -212,8 +214,8 @@ def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
         oracle = [distribution(policy, policy.model, p, r) for p, r in zip(prompts, replies)]
         expected = torch.cat([d.log_prob(torch.tensor(r)) for d, r in zip(oracle, replies)])
         assert torch.allclose(torch.tensor(sum(logprobs, [])), expected, atol=1e-4)
-        logits = fsd.score(policy.model, prompts, replies) / policy.temperature
-        scored = Categorical(logits=logits).log_prob(torch.tensor(sum(replies, [])))
+        logits = fsd.logits(policy.model, fsd.score(policy.model, prompts, replies))
+        scored = Categorical(logits=logits / policy.temperature).log_prob(torch.tensor(sum(replies, [])))
         assert torch.allclose(scored, expected, atol=1e-4)
         expected = torch.cat([d.entropy() for d in oracle])
         assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
@@ -261,7 +263,7 @@ def test_degenerate_turns_work_and_ids_stay_as_sampled(policy, monkeypatch):
     monkeypatch.setattr(fsd.Policy, "max_context", len(turns[0].prompt) + policy.max_tokens)
     full, = fsd.rollout(policy, [TASK], 1, generator())
     assert len(full.turns) == 1 and not full.env.success
-    fsd.attach_hints(policy, full.turns, lambda turns: ["a hint that is too long " * 20])
+    fsd.attach_hints(policy, full.turns, ["a hint that is too long " * 20])
     assert full.turns[0].hint is None and full.turns[0].hinted_prompt == []
 
 
@@ -314,12 +316,11 @@ class OpenModel(torch.nn.Module):
 def test_exactly_the_positions_that_predict_sampled_tokens_are_scored():
     """A shift by one, a mask over the prompt or a scored padding would still train something."""
     model = OpenModel()
-    logits = fsd.score(model, [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]])
+    hidden = fsd.score(model, [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]])
     at = [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)]
     assert [model.ids[b, t + 1].item() for b, t in at] == [7, 8, 9, 10, 11, 12]
-    expected = model.head(torch.stack([model.hidden[b, t] for b, t in at]))
-    assert torch.allclose(logits, expected, atol=1e-6)
-    logits.square().sum().backward()
+    assert torch.equal(hidden, torch.stack([model.hidden[b, t] for b, t in at]))
+    fsd.logits(model, hidden).square().sum().backward()
     assert model.hidden.grad.abs().sum(-1).nonzero().tolist() == [list(x) for x in at]
 
 
@@ -364,7 +365,7 @@ def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(pol
     both, _ = gradient(policy, policy.model, [failed, passed])
     share = len(failed.ids) / (len(failed.ids) + len(passed.ids))
     assert torch.allclose(both, alone * share, atol=1e-5)
-    optimizer, weights = torch.optim.AdamW(policy.model.parameters(), lr=0.1), []
+    optimizer, weights = torch.optim.AdamW(fsd.float32_weights(policy.model), lr=0.1), []
     for turns in ([failed], [passed], [failed]):
         stats = fsd.update(policy, policy.model, optimizer, turns, fsd.Config())
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
@@ -381,9 +382,10 @@ def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
         seen.extend((model is teacher, prompt) for prompt in prompts)
         return score(model, prompts, replies)
     monkeypatch.setattr(fsd, "score", spy)
-    optimizer = torch.optim.AdamW(policy.model.parameters())
-    metrics = fsd.train_step(policy, teacher, optimizer, random.Random(0), generator(), cfg)
-    has_hint = lambda ids: bool(re.search("tags|Write it as", policy.tokenizer.decode(ids)))
+    optimizer = torch.optim.AdamW(fsd.float32_weights(policy.model))
+    metrics = fsd.train_step(policy, teacher, fsd.rule_judge, optimizer, random.Random(0),
+                             generator(), cfg)
+    has_hint = lambda ids: bool(re.search(r"Wrap your answer in|Use the format", policy.tokenizer.decode(ids)))
     assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
     assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
     for hinted in (False, True):
@@ -400,8 +402,8 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
     monkeypatch.setattr(fsd.Episode, "reward",
                         lambda self, _: rewards.setdefault(id(self), next(values, None)))
     monkeypatch.setattr(fsd, "update", lambda *args: caught.extend(args[3]) or {})
-    metrics = fsd.train_step(policy, None, None, random.Random(0), generator(),
-                             fsd.Config(tasks=2, group=2))
+    metrics = fsd.train_step(policy, None, fsd.rule_judge, None, random.Random(0),
+                             generator(), fsd.Config(tasks=2, group=2))
     assert [t.advantage for t in caught] == [-1.0] * 3 + [1.0] * 3 + [0.0] * 6
     assert metrics["flat_groups"] == 0.5
 
