@@ -39,7 +39,6 @@ import re
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -49,8 +48,6 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
 
 import envs
 
@@ -88,15 +85,14 @@ class Config:
     def __post_init__(self):
         self.base = self.base or f"{self.out}/base"
         choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm")
-        at_least = dict(seed=0, steps=1, tasks=1, group=2, max_tokens=1, warmup=0, bonus=0, clip=0,
-                        judge_noise=0, eval_episodes=1, eval_every=0, sample_rows=1, batch_tokens=1)
+        at_least = dict(seed=0, steps=1, tasks=1, group=2, temperature=1e-6, max_tokens=1, lr=1e-12,
+                        warmup=0, coef=0, judge_noise=0, bonus=0, clip=0, eval_episodes=1,
+                        eval_every=0, sample_rows=1, batch_tokens=1)
         for name, value in vars(self).items():
             if name in choices and value not in choices[name].split():
                 raise ValueError(f"--{name} {value}: choose one of {choices[name]}")
             if name in at_least and not at_least[name] <= value < 2**63:
                 raise ValueError(f"--{name} {value}: must be finite, at least {at_least[name]}")
-            if name in ("temperature", "lr", "coef") and not 0 < value < 2**63:
-                raise ValueError(f"--{name} {value}: must be finite, above 0")
         if not self.out:
             raise ValueError("--out is empty: name a folder")
         if self.judge_model and self.judge == "rule":
@@ -149,21 +145,18 @@ class Policy:
         return getattr(self.model.config, "max_position_embeddings", sys.maxsize)
 
 
-def has_bf16(device: str) -> bool:
-    return (torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else
-            device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False))
-
-
 def load_policy(name: str, cfg: Config, device: str) -> Policy:
     """A causal language model with a chat template, by hub name or folder. Exits with a message
     when it cannot be loaded, or fails in what training needs: its template, sampling, scoring.
     Half-precision weights become bf16 where the device computes in it, else float32."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if not tokenizer.chat_template or tokenizer.eos_token_id is None:
             raise ValueError("no chat template or no stop token: choose a chat (instruct) model")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        bf16 = model.dtype != torch.float32 and has_bf16(device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        bf16 = model.dtype != torch.float32 and (
+            torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else
+            device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False))
         probe = Policy(model.float().to(device).eval(), tokenizer, 1.0, 8, 2)
         messages = [{"role": r, "content": "a b c"} for r in ("user", "assistant", "user")]
         prompts = [render(probe, messages[:1]), render(probe, messages, hint="d")]
@@ -171,7 +164,7 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
             raise ValueError("its chat template leaves messages out")
         replies, logprobs, _ = zip(*sample(probe, prompts, torch.Generator(device).manual_seed(0)))
         ids, logprobs = (torch.tensor(sum(x, []), device=device) for x in (replies, logprobs))
-        scores = F.log_softmax(logits(model, score(model, prompts, replies)), dim=-1)
+        scores = F.log_softmax(logits(model, torch.cat(score(model, prompts, replies))), dim=-1)
         if not (scores.gather(1, ids[:, None])[:, 0] - logprobs).abs().max() < 1e-2:
             raise ValueError("its log-probs change with padding, or behind its output matrix: "
                              "this architecture cannot be scored here")
@@ -192,7 +185,7 @@ TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% end
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
-def base_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def base_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     """Byte-pair encoding that never merges across words or symbols: new code splits alike."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
@@ -202,8 +195,8 @@ def base_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=BASE["vocab"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"], show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>",
-                                   chat_template=TEMPLATE)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>", chat_template=TEMPLATE)
 
 
 def base_demonstrations() -> list[list[list[dict]]]:
@@ -221,7 +214,7 @@ def train_base(batches: list[list[list[dict]]], device: str):
     """(model, tokenizer): a small Llama, trained to predict every token of the demonstrations."""
     torch.manual_seed(BASE["seed"])
     tokenizer = base_tokenizer([m["content"] for batch in batches[::10] for d in batch for m in d])
-    model = LlamaForCausalLM(LlamaConfig(
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=BASE["hidden"], intermediate_size=3 * BASE["hidden"],
         num_hidden_layers=BASE["layers"], num_attention_heads=BASE["heads"],
         max_position_embeddings=512, initializer_range=BASE["init"], tie_word_embeddings=True,
@@ -233,7 +226,7 @@ def train_base(batches: list[list[list[dict]]], device: str):
     progress = tqdm(batches, "training the base", disable=None, ncols=80)
     for batch in progress:
         rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)
-        hidden = score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows])  # (N, H)
+        hidden = torch.cat(score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows]))
         targets = torch.tensor([i for ids in rows for i in ids[1:]], device=device)  # (N,)
         loss = F.cross_entropy(logits(model, hidden), targets)
         optimizer.zero_grad()
@@ -307,17 +300,6 @@ def render(policy: Policy, messages: list[dict], hint: str | None = None) -> lis
         with_hint(messages, hint), add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-@contextmanager
-def eval_mode(model):
-    """No dropout in sampling and scoring: before the update, every ratio must be 1."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 @torch.no_grad()
 def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator) -> list[tuple]:
     """(ids, logprobs, entropies) per prompt: ids ~ softmax(logits / temperature), to a stop token.
@@ -334,33 +316,33 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
     ids = on_device([[0] * (width - len(p)) + p for p in prompts])  # (B, T)
     mask = on_device([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (B, T)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (B, T)
-    cache = DynamicCache(config=model.config)
+    cache = transformers.DynamicCache(config=model.config)
     replies = [([], [], []) for _ in prompts]
     rows = replies  # the reply that each row of the batch continues
     has_stopped = lambda reply: bool(reply[0]) and reply[0][-1] in stop_ids
-    with eval_mode(model):
-        for _ in range(policy.max_tokens):
-            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
-                           logits_to_keep=1).logits[:, -1]
-            logp = F.log_softmax(logits.float() / policy.temperature, dim=-1)  # (B, V)
-            if logp.isnan().any():
-                raise FloatingPointError("the model's logits are not finite, try a lower --lr")
-            ids = torch.multinomial(logp.exp(), 1, generator=generator)  # (B, 1)
-            entropies = -(logp.exp() * logp).sum(-1, keepdim=True)  # (B, 1)
-            drawn = (x.tolist() for x in (ids, logp.gather(1, ids), entropies))
-            for reply, *values in zip(rows, *drawn):
-                if not has_stopped(reply):
-                    for column, value in zip(reply, values):
-                        column += value
-            live = [i for i, reply in enumerate(rows) if not has_stopped(reply)]
-            if not live:
-                break
-            mask, positions = F.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
-            if len(live) <= len(rows) // 2:
-                keep = on_device(live)
-                cache.batch_select_indices(keep)
-                ids, mask, positions = ids[keep], mask[keep], positions[keep]
-                rows = [rows[i] for i in live]
+    model.eval()
+    for _ in range(policy.max_tokens):
+        output = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
+                       logits_to_keep=1)
+        logp = F.log_softmax(output.logits[:, -1].float() / policy.temperature, dim=-1)  # (B, V)
+        if logp.isnan().any():
+            raise FloatingPointError("the model's logits are not finite, try a lower --lr")
+        ids = torch.multinomial(logp.exp(), 1, generator=generator)  # (B, 1)
+        entropies = -(logp.exp() * logp).sum(-1, keepdim=True)  # (B, 1)
+        drawn = (x.tolist() for x in (ids, logp.gather(1, ids), entropies))
+        for reply, *values in zip(rows, *drawn):
+            if not has_stopped(reply):
+                for column, value in zip(reply, values):
+                    column += value
+        live = [i for i, reply in enumerate(rows) if not has_stopped(reply)]
+        if not live:
+            break
+        mask, positions = F.pad(mask, (0, 1), value=1), positions[:, -1:] + 1
+        if len(live) <= len(rows) // 2:
+            keep = on_device(live)
+            cache.batch_select_indices(keep)
+            ids, mask, positions = ids[keep], mask[keep], positions[keep]
+            rows = [rows[i] for i in live]
     return replies
 
 
@@ -408,7 +390,7 @@ JUDGE_PROMPT = """A reply is checked against a rule.
 Rule: RULE
 Reply:
 REPLY
-End of the reply. Does it follow the rule? Answer with PASS if it does. If it does not, answer with \
+End of the reply. Does it follow the rule? Answer with PASS if it does. If it does not, answer with
 HINT: and one short sentence that tells the writer how to follow the rule."""
 
 
@@ -427,8 +409,8 @@ def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
 
 
 def read_verdict(answer: str) -> str | None:
-    """None for PASS, the hint of HINT: and one line, "" for anything else. A code fence around it
-    and a word before it (Verdict:, Answer:) are read over; a hint of over 200 letters is refused."""
+    """None for PASS, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
+    fence around the answer and a word before it (Verdict:, Answer:) are read over."""
     verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
                            r"(?:(PASS)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
                            answer.strip(), re.IGNORECASE)
@@ -471,9 +453,9 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 def grpo_loss(logprobs, old_logprobs, advantages, clip: float) -> torch.Tensor:
     """-sum_j min(rho_j A_j, clip(rho_j, 1 - e, 1 + e) A_j),  rho_j = exp(logprob_j - old_logprob_j)
 
-    All (N,), one entry per sampled token -> scalar. GRPO (arXiv 2402.03300), eq. 3 without its KL
-    term and its mean over each reply: every token of the step weighs the same. At rho = 1 the value
-    says nothing of progress; the gradient on logprob_j is -A_j."""
+    All (n,), or one advantage for all -> scalar. GRPO (arXiv 2402.03300), eq. 3 without its KL term
+    and its mean over each reply: every token of the step weighs the same. At rho = 1 the value says
+    nothing of progress; the gradient on logprob_j is -A_j."""
     ratio = (logprobs - old_logprobs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages).sum()
 
@@ -488,28 +470,24 @@ def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------- update
-LOGITS_AT_ONCE = 2**25  # entries of (rows, V): 128 MiB in float32, and a few of them exist at once
-
-
-def score(model, prompts: list[list[int]], replies: list[list[int]]) -> torch.Tensor:
-    """(N, H) hidden states that predict the N reply tokens, in their order.
+def score(model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """Per reply, the (n, H) hidden states that predict its n tokens.
 
     Rows are padded on the right, where causal attention never looks, so no mask is needed. The
-    token in column j is predicted in column j - 1; only these columns reach the output matrix."""
+    token in column j is predicted in column j - 1. Without dropout: before the update, every ratio
+    must be 1."""
     width = max(len(p) + len(r) for p, r in zip(prompts, replies))
     ids = [p + r + [0] * (width - len(p) - len(r)) for p, r in zip(prompts, replies)]
-    rows = [i for i, r in enumerate(replies) for _ in r]
-    columns = [len(p) + j - 1 for p, r in zip(prompts, replies) for j in range(len(r))]
-    with eval_mode(model):
-        for layer in model.modules():  # transformers checkpoints layers in training mode only
-            layer.training = getattr(layer, "gradient_checkpointing", False)
-        hidden = model.base_model(input_ids=torch.tensor(ids, device=model.device),
-                                  use_cache=False).last_hidden_state  # (B, T, H)
-    return hidden[rows, columns]
+    model.eval()
+    for layer in model.modules():  # transformers checkpoints only layers in training mode
+        layer.training = getattr(layer, "gradient_checkpointing", False)
+    hidden = model.base_model(input_ids=torch.tensor(ids, device=model.device),
+                              use_cache=False).last_hidden_state  # (B, T, H)
+    return tuple(h[len(p) - 1:len(p) + len(r) - 1] for h, p, r in zip(hidden, prompts, replies))
 
 
 def logits(model, hidden: torch.Tensor) -> torch.Tensor:
-    """(N, H) -> (N, V) in float32, whatever the model's own precision."""
+    """(N, H) -> (N, V), float32 whatever the model's precision."""
     return model.get_output_embeddings()(hidden).float()
 
 
@@ -523,61 +501,48 @@ def micro_batches(turns: list[Turn], batch_tokens: int):
         del turns[-n:]
 
 
-def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config) -> dict:
-    """Adds the gradient of a micro-batch to the policy's; returns the statistics.
+def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config, stats: dict):
+    """Adds the gradient of L over a micro-batch to the policy's, and its values to the statistics.
 
-    V is large: logits exist for a chunk of rows at a time, and each chunk leaves its gradient on
-    the hidden states, from where one pass goes back through the model."""
-    model, rows = policy.model, [(t, j) for t in batch for j in range(len(t.ids))]
-    column = lambda value: torch.tensor([value(t, j) for t, j in rows], device=model.device)  # (N,)
-    ids, old_logprobs = column(lambda t, j: t.ids[j]), column(lambda t, j: t.logprobs[j])
-    advantages, is_hinted = column(lambda t, j: t.advantage), column(lambda t, j: bool(t.hint))
-    hidden = score(model, [t.prompt for t in batch], [t.ids for t in batch])  # (N, H)
-    teacher_hidden = torch.zeros_like(hidden)
-    hinted = [t for t in batch if t.hint]
-    if hinted:
-        with torch.no_grad():
-            teacher_hidden[is_hinted] = score(teacher, [t.hinted_prompt for t in hinted],
-                                              [t.ids for t in hinted])
+    V is large, so logits exist for one turn at a time. Each turn leaves its gradient on the hidden
+    states; from there, one pass for the whole batch goes back through the model."""
     log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
-    leaf = hidden.detach().requires_grad_()
-    stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0)
-    chunk = max(1, LOGITS_AT_ONCE // model.get_output_embeddings().weight.shape[0])
-    for at in torch.arange(len(rows), device=model.device).split(chunk):
-        student = log_softmax(logits(model, leaf[at]))  # (chunk, V)
-        logprobs = student.gather(1, ids[at, None])[:, 0]
-        rl = grpo_loss(logprobs, old_logprobs[at], advantages[at], cfg.clip) / total
-        with torch.no_grad():
-            teachers = log_softmax(logits(teacher, teacher_hidden[at][is_hinted[at]]))
-        distill = distill_loss(student[is_hinted[at]], teachers) / total
+    hidden = score(policy.model, [t.prompt for t in batch], [t.ids for t in batch])
+    hinted = [t for t in batch if t.hint]
+    with torch.no_grad():
+        teacher_hidden = iter(score(teacher, [t.hinted_prompt for t in hinted],
+                                    [t.ids for t in hinted]) if hinted else ())
+    leaves = [h.detach().requires_grad_() for h in hidden]
+    for turn, leaf in zip(batch, leaves):
+        ids, old_logprobs = (torch.tensor(x, device=leaf.device) for x in (turn.ids, turn.logprobs))
+        student = log_softmax(logits(policy.model, leaf))  # (n, V)
+        logprobs = student.gather(1, ids[:, None])[:, 0]  # (n,)
+        rl = grpo_loss(logprobs, old_logprobs, turn.advantage, cfg.clip) / total
+        distill = torch.zeros_like(rl)
+        if turn.hint:
+            with torch.no_grad():
+                teacher_logprobs = log_softmax(logits(teacher, next(teacher_hidden)))
+            distill = distill_loss(student, teacher_logprobs) / total
         (rl + cfg.coef * distill).backward()
-        gap = (logprobs - old_logprobs[at]).abs().max().item()
+        gap = (logprobs - old_logprobs).abs().max().item()
         stats["grpo_loss"] += rl.item()
         stats["distill_loss"] += distill.item()
         stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
-    hidden.backward(leaf.grad)
-    return stats
-
-
-def float32_weights(model) -> list[torch.Tensor]:
-    """What AdamW moves: bf16 keeps 8 bits, and loses a step of 1e-6 on a weight of 0.01. The
-    weights themselves where they are float32 already."""
-    return [p.detach().float() for p in model.parameters()]
+        stats["update_tokens"] += len(turn.prompt) + len(turn.ids)
+    torch.autograd.backward(hidden, [leaf.grad for leaf in leaves])
 
 
 def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -> dict:
     """One AdamW step on L = (L_grpo + coef * L_distill) / N, N = all sampled tokens of the step.
 
     The gradient's norm is clipped at 1. Turns with neither an advantage nor a hint have no gradient
-    and are not scored. The optimizer holds the `float32_weights` of the policy."""
+    and are not scored. The optimizer holds the policy's weights in float32, see `train`."""
     total = sum(len(t.ids) for t in turns)  # N: counted once, before the micro-batches
     stats = dict(grpo_loss=0.0, distill_loss=0.0, max_logprob_gap=0.0, update_tokens=0)
     weights = list(zip(optimizer.param_groups[0]["params"], policy.model.parameters()))
     optimizer.zero_grad(set_to_none=True)  # None, and not 0, keeps AdamW from moving a weight
     for batch in micro_batches([t for t in turns if t.advantage or t.hint], cfg.batch_tokens):
-        for name, value in backward(policy, teacher, batch, total, cfg).items():
-            stats[name] = max(stats[name], value) if name.startswith("max") else stats[name] + value
-        stats["update_tokens"] += sum(len(t.prompt) + len(t.ids) for t in batch)
+        backward(policy, teacher, batch, total, cfg, stats)
         for w, p in weights:  # micro-batches are summed in float32
             if p.grad is not None:
                 w.grad = p.grad.float() if w.grad is None else w.grad + p.grad
@@ -673,18 +638,17 @@ COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
 HEADER = f"\n{'':8}" + "".join(f"{title:>9}" for title in COLUMNS.values())
 
 
-def cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def row(title, metrics: dict) -> str:
-    return f"{title:>8}" + "".join(f"{cell(metrics.get(name)):>9}" for name in COLUMNS)
+    values = [metrics.get(name) for name in COLUMNS]
+    return f"{title:>8}" + "".join(f"{'-' if v is None else f'{v:.3f}':>9}" for v in values)
 
 
 # ----------------------------------------------------------------------------------------- main
 def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseException | None:
     """Trains the policy in place; returns what ended it early, if anything did."""
-    optimizer = torch.optim.AdamW(float32_weights(policy.model), lr=cfg.lr, weight_decay=0.0)
+    # float32, also for a model in bf16, whose 8 bits lose a step of 1e-6 on a weight of 0.01
+    weights = [p.detach().float() for p in policy.model.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
     generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
     progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
@@ -702,8 +666,7 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
                 metrics["held_out"], _ = evaluate(policy, cfg)
                 tqdm.write(row("held-out", metrics["held_out"]))
             print(json.dumps(metrics), file=metrics_file, flush=True)
-            progress.set_postfix_str(" ".join(f"{n} {cell(metrics[n])[:4]}"
-                                              for n in list(COLUMNS)[:3]))
+            progress.set_postfix({name: metrics[name] for name in list(COLUMNS)[:3]})
     except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
         return error
     finally:
@@ -711,7 +674,7 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
 
 
 def main(argv: list[str] | None = None):
-    start, cfg = time.perf_counter(), parse_args(argv)
+    cfg = parse_args(argv)
     out = Path(cfg.out)
     try:  # all folders, before any work
         for folder in [out / "policy"] + [Path(cfg.base)] * (not cfg.model):
@@ -741,31 +704,29 @@ def main(argv: list[str] | None = None):
     if before["reply_tokens"] is None:
         raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
                          "cannot hold a turn")
-    names = [b.name for b in envs.BEHAVIOURS]
-    for name in names:
-        if (before[name] or 0) > 0.05:
-            print(f"{name} is not neglected: shown in {before[name]:.0%} of its turns without a hint")
-        if (hinted[name] or 0) < 0.5:
-            print(f"{name} is not teachable: the model follows {hinted[name] or 0:.0%} of its hints")
+    for b in envs.BEHAVIOURS:
+        if (before[b.name] or 0) > 0.05:
+            print(f"{b.name} is not neglected: {before[b.name]:.0%} of its turns show it unasked")
+        if (hinted[b.name] or 0) < 0.5:
+            print(f"{b.name} is not teachable: {hinted[b.name] or 0:.0%} of its hints are followed")
 
     (out / "summary.json").unlink(missing_ok=True)  # an earlier run's
     with (out / "metrics.jsonl").open("w") as metrics_file:
         stopped = train(policy, teacher, judge, cfg, metrics_file)
     save(policy.model, policy.tokenizer, out / "policy")
-    base = {"success": before["success"], "unhinted": {n: before[n] for n in names},
-            "hinted": {n: hinted[n] for n in names}}
-    summary = dict(config=asdict(cfg), base=base, before=before, hinted=hinted, after=None)
-    if not stopped:
-        summary["after"], episodes_after = evaluate(policy, cfg)
-        print(row("after", summary["after"]))
-    summary["seconds"] = time.perf_counter() - start
+    summary = dict(config=asdict(cfg), before=before, hinted=hinted, after=None)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if stopped:
         print(f"training was stopped early: {type(stopped).__name__} {stopped}")
         sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
+
+    summary["after"], episodes_after = evaluate(policy, cfg)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1))
     show("before", episodes_before[0])
     show("after", episodes_after[0])
+    print("\n".join([HEADER, row("before", before), row("hinted", hinted),
+                     row("after", summary["after"])]))
 
 
 if __name__ == "__main__":
