@@ -1,8 +1,7 @@
 """A toy coding environment: repair a small Python function with tools, over several turns.
 
     user:      def f(x): return (x * 3) - 5
-               This is wrong. f must take x, multiply by 2, then add 5. Answer with the whole
-               fixed function.
+               This is wrong. f must take x, multiply by 2, then add 5. Answer with the whole ...
     assistant: a little reasoning, then the function in a ``` block (the habit; it works)
                or between <patch> and </patch> (the tool format that is wanted)
     user:      1 of 3 tests pass. Try again.  |  3 of 3 tests pass. Write a one-line commit message.
@@ -103,9 +102,8 @@ def bounded(value):
 
 
 def power(base, exponent):
-    if isinstance(base, int) and isinstance(exponent, int):
-        if base.bit_length() * abs(exponent) > MAX_BITS:  # before the work, not after it
-            raise Refused("a number became too large")
+    if type(base) is type(exponent) is int and base.bit_length() * abs(exponent) > MAX_BITS:
+        raise Refused("a number became too large")  # before the work, not after it
     return base**exponent
 
 
@@ -131,13 +129,11 @@ def value_of(node: ast.expr, names: dict):
             return bounded(BINARY[type(op)](value_of(left, names), value_of(right, names)))
         case ast.UnaryOp(op, operand) if type(op) in UNARY:
             return UNARY[type(op)](value_of(operand, names))
-        case ast.BoolOp(op, values):
-            stop = isinstance(op, ast.Or)
-            for value in values:
-                result = value_of(value, names)
-                if bool(result) == stop:
-                    break
-            return result
+        case ast.BoolOp(op, [first, *rest]):
+            value = value_of(first, names)
+            if not rest or bool(value) == isinstance(op, ast.Or):
+                return value
+            return value_of(ast.BoolOp(op, rest), names)
         case ast.Compare(left, ops, rights) if all(type(op) in COMPARE for op in ops):
             value = value_of(left, names)
             for op, right in zip(ops, rights):
@@ -319,8 +315,7 @@ def expert(env: Repair, rng: random.Random, wanted: bool, wrong=WRONG) -> str:
     reasoning = (f"First {first} {a}.", f"Then {second} {b}.")[:sentences]
     steps = mistake(task.steps, rng) if rng.random() < wrong[sentences] else task.steps
     code = task.source(steps)
-    block = f"<patch>\n{code}\n</patch>" if wanted else f"```\n{code}\n```"
-    return "\n".join([*reasoning, block])
+    return "\n".join([*reasoning, f"<patch>\n{code}\n</patch>" if wanted else f"```\n{code}\n```"])
 
 
 def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], str | None, str]:

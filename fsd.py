@@ -6,7 +6,6 @@ show one, the same model with a hint in its context is the teacher.
 The algorithm, and the function that does each step:
   1. rollout            the policy plays G episodes per task, several turns each, without hints
   2. rule_judge         a judge reads each turn and writes a short hint if the turn failed
-     llm_judge
   3. attach_hints       the teacher's view: the same conversation, its last message plus the hint
   4. group_advantages   the RL part: an episode's reward against the others of its task,
      grpo_loss          and the policy-gradient loss on all sampled tokens
@@ -15,32 +14,28 @@ The algorithm, and the function that does each step:
   6. update             L = (L_grpo + coef * L_distill) / N, one AdamW step
   7. evaluate           held-out tasks without hints: have the behaviours moved into the weights?
 
-Symbols: B turns in a batch, T tokens in a row, N sampled tokens, V vocabulary, H hidden size,
-G episodes per task. A turn is (prompt ids, sampled ids); only sampled ids are scored, as sampled.
+Symbols: B rows, T tokens in a row, n tokens of a reply, N of all replies, V vocabulary, H hidden
+size, G episodes per task. A turn is (prompt ids, sampled ids); only these are scored, as sampled.
 
 The paper ("Coding agents can learn neglected behaviors without sacrificing baseline performance",
 Frans et al.) is public as a digest without formulas. Our choices: the failed turn itself is scored
 again (no second rollout); the loss is KL(teacher || student) over the full vocabulary, divided by
 all sampled tokens, so that it fades as failures do; the teacher is a copy of the initial model.
 
-    python fsd.py                                  embedded base model, some minutes on a CPU
-    python fsd.py --method grpo --out runs/grpo    the same reward without distillation
-    python fsd.py --model NAME_OR_FOLDER           a pretrained chat model
-    python fsd.py --help                           all settings
+    python fsd.py                             embedded base model, some minutes on a CPU
+    python fsd.py --model NAME_OR_FOLDER      a pretrained chat model
+    python fsd.py --help                      all settings
 """
 import argparse
 import copy
-import hashlib
 import inspect
 import json
-import math
 import random
 import re
 import sys
 import textwrap
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,9 +68,8 @@ class Config:
     coef: float = 1.0  # weight of the distillation loss
     judge: str = "rule"  # who writes the hints: rule, or llm (a chat model)
     judge_model: str = ""  # of --judge llm, by hub name or folder; empty: the initial policy
-    judge_noise: float = 0.0  # share of the judge's verdicts to turn round: how robust is it?
+    judge_noise: float = 0.0  # share of the judge's verdicts that are turned round
     bonus: float = 0.2  # reward of a behaviour, times its share of turns; success is worth 1
-    clip: float = 0.2  # bounds GRPO's ratio; without effect at one update per rollout
     eval_episodes: int = 512  # held-out tasks, one episode each
     eval_every: int = 0  # steps between evaluations during training; 0: only before and after
     sample_rows: int = 512  # replies sampled at once: bounds the memory of a rollout
@@ -84,22 +78,18 @@ class Config:
 
     def __post_init__(self):
         self.base = self.base or f"{self.out}/base"
+        self.judge = "llm" if self.judge_model else self.judge
         choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm")
         at_least = dict(seed=0, steps=1, tasks=1, group=2, temperature=1e-6, max_tokens=1, lr=1e-12,
-                        warmup=0, coef=0, judge_noise=0, bonus=0, clip=0, eval_episodes=1,
+                        warmup=0, coef=0, judge_noise=0, bonus=0, eval_episodes=1,
                         eval_every=0, sample_rows=1, batch_tokens=1)
         for name, value in vars(self).items():
             if name in choices and value not in choices[name].split():
                 raise ValueError(f"--{name} {value}: choose one of {choices[name]}")
             if name in at_least and not at_least[name] <= value < 2**63:
                 raise ValueError(f"--{name} {value}: must be finite, at least {at_least[name]}")
-        if not self.out:
-            raise ValueError("--out is empty: name a folder")
-        if self.judge_model and self.judge == "rule":
-            raise ValueError("--judge_model: only --judge llm asks a model, pass that too")
         if self.judge == "llm" and not (self.judge_model or self.model):
-            raise ValueError("--judge llm: the embedded base cannot judge, pass a chat model as "
-                             "--judge_model NAME_OR_FOLDER")
+            raise ValueError("--judge llm: the embedded base cannot judge, pass --judge_model NAME")
 
 
 # What --model changes of the defaults above; flags win over both.
@@ -131,18 +121,11 @@ class Policy:
     """A chat model and how it is sampled."""
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
+    stop_ids: set[int]
+    max_context: int  # tokens of a prompt with its reply
     temperature: float
     max_tokens: int  # per reply
     sample_rows: int  # replies at once
-
-    @property
-    def stop_ids(self) -> list[int]:
-        stop = self.model.generation_config.eos_token_id or []
-        return sorted({self.tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])})
-
-    @property
-    def max_context(self) -> int:
-        return getattr(self.model.config, "max_position_embeddings", sys.maxsize)
 
 
 def load_policy(name: str, cfg: Config, device: str) -> Policy:
@@ -157,11 +140,14 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
         bf16 = model.dtype != torch.float32 and (
             torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else
             device == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False))
-        probe = Policy(model.float().to(device).eval(), tokenizer, 1.0, 8, 2)
+        stop = model.generation_config.eos_token_id or []
+        stop_ids = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
+        context = getattr(model.config, "max_position_embeddings", sys.maxsize)
+        policy = Policy(model.float().to(device), tokenizer, stop_ids, context, cfg.temperature,
+                        cfg.max_tokens, cfg.sample_rows)
         messages = [{"role": r, "content": "a b c"} for r in ("user", "assistant", "user")]
-        prompts = [render(probe, messages[:1]), render(probe, messages, hint="d")]
-        if render(probe, messages) in prompts:
-            raise ValueError("its chat template leaves messages out")
+        prompts = [render(policy, messages[:1]), render(policy, messages, hint="d")]
+        probe = replace(policy, temperature=1.0, max_tokens=8)
         replies, logprobs, _ = zip(*sample(probe, prompts, torch.Generator(device).manual_seed(0)))
         ids, logprobs = (torch.tensor(sum(x, []), device=device) for x in (replies, logprobs))
         scores = F.log_softmax(logits(model, torch.cat(score(model, prompts, replies))), dim=-1)
@@ -173,14 +159,15 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
     if bf16:
         for p in model.parameters():  # not the buffers: rotary frequencies need float32
             p.data = p.data.bfloat16()
-    return Policy(model, tokenizer, cfg.temperature, cfg.max_tokens, cfg.sample_rows)
+    return policy
 
 
 # The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints,
 # and never shows the behaviours unasked. Pre-training (a share of the steps) teaches it both
 # formats, post-training leaves the habitual one.
-BASE = dict(seed=0, vocab=512, hidden=128, layers=3, heads=4, init=0.08,
-            steps=560, pretraining=0.5, batch=32, lr=3e-3)
+BASE = dict(seed=0, steps=560, pretraining=0.5, batch=32, lr=3e-3, vocab=512, hidden_size=128,
+            intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=512, initializer_range=0.08, tie_word_embeddings=True)
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
@@ -214,17 +201,14 @@ def train_base(batches: list[list[list[dict]]], device: str):
     """(model, tokenizer): a small Llama, trained to predict every token of the demonstrations."""
     torch.manual_seed(BASE["seed"])
     tokenizer = base_tokenizer([m["content"] for batch in batches[::10] for d in batch for m in d])
+    sizes = {name: value for name, value in BASE.items() if "_" in name}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=BASE["hidden"], intermediate_size=3 * BASE["hidden"],
-        num_hidden_layers=BASE["layers"], num_attention_heads=BASE["heads"],
-        max_position_embeddings=512, initializer_range=BASE["init"], tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id)).to(device).eval()
+        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **sizes)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
     warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 20, 4 * (1 - step / BASE["steps"])))
-    progress = tqdm(batches, "training the base", disable=None, ncols=80)
-    for batch in progress:
+    for batch in tqdm(batches, "training the base", disable=None, ncols=80):
         rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)
         hidden = torch.cat(score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows]))
         targets = torch.tensor([i for ids in rows for i in ids[1:]], device=device)  # (N,)
@@ -233,26 +217,21 @@ def train_base(batches: list[list[list[dict]]], device: str):
         loss.backward()
         optimizer.step()
         warmup_plateau_decay.step()
-        progress.set_postfix_str(f"loss {loss.item():.2f}")
     return model, tokenizer
 
 
 def embedded_base(cfg: Config, device: str) -> Policy:
     """Trained at first, then read from its folder for as long as it would come out the same."""
     folder, batches = Path(cfg.base), base_demonstrations()
-    made_with = json.dumps([BASE, TEMPLATE, hashlib.sha256(repr(batches).encode()).hexdigest()])
+    made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last batch hangs on all before it
     stamp = folder / "made_with.json"  # written last: a base that was half saved has none
     reused = stamp.exists() and stamp.read_text() == made_with
     print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
     if not reused:
-        save(*train_base(batches, device), folder)
+        for part in train_base(batches, device):
+            part.save_pretrained(folder)
         stamp.write_text(made_with)
     return load_policy(str(folder), cfg, device)
-
-
-def save(model, tokenizer, folder: Path):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 # ------------------------------------------------------------------------------------- rollouts
@@ -277,10 +256,8 @@ class Turn:
 @dataclass
 class Episode:
     env: envs.Repair
-    group: int  # index of the task within the step: episodes of a group share a baseline
     messages: list[dict]
     turns: list[Turn] = field(default_factory=list)
-    outgrown: bool = False  # ended early, the model's context being full
 
     def reward(self, bonus: float) -> float:
         """Success is worth 1, a behaviour `bonus` times the share of its turns that show it."""
@@ -311,7 +288,7 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
                 for reply in sample(policy, prompts[i:i + policy.sample_rows], generator)]
     if not prompts:
         return []
-    model, stop_ids, width = policy.model, set(policy.stop_ids), max(map(len, prompts))
+    model, width = policy.model, max(map(len, prompts))
     on_device = lambda rows: torch.tensor(rows, device=model.device)
     ids = on_device([[0] * (width - len(p)) + p for p in prompts])  # (B, T)
     mask = on_device([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # (B, T)
@@ -319,7 +296,7 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
     cache = transformers.DynamicCache(config=model.config)
     replies = [([], [], []) for _ in prompts]
     rows = replies  # the reply that each row of the batch continues
-    has_stopped = lambda reply: bool(reply[0]) and reply[0][-1] in stop_ids
+    has_stopped = lambda reply: bool(reply[0]) and reply[0][-1] in policy.stop_ids
     model.eval()
     for _ in range(policy.max_tokens):
         output = model(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
@@ -348,22 +325,19 @@ def sample(policy: Policy, prompts: list[list[int]], generator: torch.Generator)
 
 def rollout(policy: Policy, tasks: list[envs.Task], group: int, generator: torch.Generator,
             hinted: bool = False) -> list[Episode]:
-    """`group` episodes of each task, all live ones in lock-step.
+    """`group` episodes of each task, one task after the other; all live ones in lock-step.
 
     With `hinted`, the policy sees every hint that could apply: are hints followed? An episode whose
     next turn would outgrow the model's context ends there."""
-    episodes = []
-    for i in range(len(tasks) * group):
-        env = envs.Repair(tasks[i // group])
-        messages = [{"role": "user", "content": env.first_message()}]
-        episodes.append(Episode(env, i // group, messages))
+    envs_of_tasks = [envs.Repair(task) for task in tasks for _ in range(group)]
+    episodes = [Episode(env, [{"role": "user", "content": env.first_message()}])
+                for env in envs_of_tasks]
     live = episodes
     while live:
         hints = [envs.hints(e.env.task, e.env.kind) if hinted else None for e in live]
         prompts = [render(policy, e.messages, hint) for e, hint in zip(live, hints)]
-        for episode, prompt in zip(live, prompts):
-            episode.outgrown = len(prompt) + policy.max_tokens > policy.max_context
-        ready = [(e, p) for e, p in zip(live, prompts) if not e.outgrown]
+        ready = [(episode, prompt) for episode, prompt in zip(live, prompts)
+                 if len(prompt) + policy.max_tokens <= policy.max_context]
         replies = sample(policy, [prompt for _, prompt in ready], generator)
         live = []
         for (episode, prompt), (ids, logprobs, entropies) in zip(ready, replies):
@@ -417,10 +391,11 @@ def read_verdict(answer: str) -> str | None:
     return "" if not verdict else None if verdict[1] else verdict[2].strip()
 
 
-def turn_round(verdicts: list, turns: list[Turn], share: float, rng: random.Random) -> list:
+def noisy(verdicts: list, turns: list[Turn], share: float, rng: random.Random) -> list:
     """A worse judge: this share of its verdicts becomes a miss or a false alarm."""
-    return [verdict if rng.random() >= share else None if verdict else
-            envs.hints(turn.task, turn.kind) for verdict, turn in zip(verdicts, turns)]
+    return [verdict if rng.random() >= share else
+            None if verdict else envs.hints(turn.task, turn.kind)
+            for verdict, turn in zip(verdicts, turns)]
 
 
 def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) -> dict:
@@ -438,19 +413,16 @@ def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) 
 
 
 # --------------------------------------------------------------------------------------- losses
-def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """A_i = (r_i - mean_g) / std_g  over the episodes of i's group g, 0 where all rewards are equal
 
-    rewards (E,), groups (E,) -> (E,). GRPO (arXiv 2402.03300), section 4.1; population std."""
-    advantages = torch.zeros_like(rewards)
-    for g in groups.unique():
-        r = rewards[groups == g]
-        if r.max() > r.min():
-            advantages[groups == g] = (r - r.mean()) / r.std(correction=0)
-    return advantages
+    (groups, G) -> (groups, G). GRPO (arXiv 2402.03300), section 4.1; population std."""
+    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return (centred / rewards.std(1, correction=0, keepdim=True)).masked_fill(flat, 0.0)
 
 
-def grpo_loss(logprobs, old_logprobs, advantages, clip: float) -> torch.Tensor:
+def grpo_loss(logprobs, old_logprobs, advantages, clip: float = 0.2) -> torch.Tensor:
     """-sum_j min(rho_j A_j, clip(rho_j, 1 - e, 1 + e) A_j),  rho_j = exp(logprob_j - old_logprob_j)
 
     All (n,), or one advantage for all -> scalar. GRPO (arXiv 2402.03300), eq. 3 without its KL term
@@ -478,9 +450,8 @@ def score(model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[to
     must be 1."""
     width = max(len(p) + len(r) for p, r in zip(prompts, replies))
     ids = [p + r + [0] * (width - len(p) - len(r)) for p, r in zip(prompts, replies)]
-    model.eval()
-    for layer in model.modules():  # transformers checkpoints only layers in training mode
-        layer.training = getattr(layer, "gradient_checkpointing", False)
+    for module in model.modules():  # transformers checkpoints layers in training mode only
+        module.training = getattr(module, "gradient_checkpointing", False)
     hidden = model.base_model(input_ids=torch.tensor(ids, device=model.device),
                               use_cache=False).last_hidden_state  # (B, T, H)
     return tuple(h[len(p) - 1:len(p) + len(r) - 1] for h, p, r in zip(hidden, prompts, replies))
@@ -517,17 +488,17 @@ def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config
         ids, old_logprobs = (torch.tensor(x, device=leaf.device) for x in (turn.ids, turn.logprobs))
         student = log_softmax(logits(policy.model, leaf))  # (n, V)
         logprobs = student.gather(1, ids[:, None])[:, 0]  # (n,)
-        rl = grpo_loss(logprobs, old_logprobs, turn.advantage, cfg.clip) / total
+        rl = grpo_loss(logprobs, old_logprobs, turn.advantage) / total
         distill = torch.zeros_like(rl)
         if turn.hint:
             with torch.no_grad():
                 teacher_logprobs = log_softmax(logits(teacher, next(teacher_hidden)))
             distill = distill_loss(student, teacher_logprobs) / total
         (rl + cfg.coef * distill).backward()
-        gap = (logprobs - old_logprobs).abs().max().item()
         stats["grpo_loss"] += rl.item()
         stats["distill_loss"] += distill.item()
-        stats["max_logprob_gap"] = max(stats["max_logprob_gap"], gap)
+        stats["max_logprob_gap"] = max(stats["max_logprob_gap"],
+                                       (logprobs - old_logprobs).abs().max().item())
         stats["update_tokens"] += len(turn.prompt) + len(turn.ids)
     torch.autograd.backward(hidden, [leaf.grad for leaf in leaves])
 
@@ -547,13 +518,13 @@ def update(policy: Policy, teacher, optimizer, turns: list[Turn], cfg: Config) -
             if p.grad is not None:
                 w.grad = p.grad.float() if w.grad is None else w.grad + p.grad
                 p.grad = None
-    norm = torch.nn.utils.clip_grad_norm_([w for w, _ in weights], max_norm=1.0).item()
-    if not math.isfinite(norm):
+    norm = torch.nn.utils.clip_grad_norm_([w for w, _ in weights], max_norm=1.0)
+    if not norm.isfinite():
         raise FloatingPointError("the gradient is not finite, try a lower --lr")
     optimizer.step()
     for w, p in weights:
         p.data.copy_(w)
-    return {**stats, "grad_norm": norm}
+    return {**stats, "grad_norm": norm.item()}
 
 
 def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
@@ -566,27 +537,25 @@ def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
     rollout_end = time.perf_counter()
     verdicts = judge(turns) if cfg.method != "grpo" else [None for _ in turns]
     if cfg.judge_noise:
-        verdicts = turn_round(verdicts, turns, cfg.judge_noise, rng)
+        verdicts = noisy(verdicts, turns, cfg.judge_noise, rng)
     judged = attach_hints(policy, turns, verdicts)
     rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
-    groups = torch.tensor([e.group for e in episodes])
-    advantages = group_advantages(rewards, groups)
+    advantages = group_advantages(rewards.view(cfg.tasks, cfg.group))
     if cfg.method != "distill":
-        for episode, advantage in zip(episodes, advantages.tolist()):
+        for episode, advantage in zip(episodes, advantages.flatten().tolist()):
             for turn in episode.turns:  # every turn carries its episode's advantage
                 turn.advantage = advantage
     stats = update(policy, teacher, optimizer, turns, cfg)
     return {**figures(episodes, cfg), **judged, **stats,
             "turns_hinted": mean(bool(t.hint) for t in turns),
             "tokens_distilled": mean(bool(t.hint) for t in turns for _ in t.ids),
-            "flat_groups": mean(not advantages[groups == g].any() for g in range(cfg.tasks)),
+            "flat_groups": mean(not group.any() for group in advantages),
             "rollout_tokens": sum(len(t.prompt) + len(t.ids) for t in turns),
             "rollout_s": rollout_end - start, "update_s": time.perf_counter() - rollout_end}
 
 
 # ------------------------------------------------------------------------------------ seeing it
-def mean(values) -> float | None:
-    """None for no values, such as the entropy of failed turns when none failed."""
+def mean(values) -> float | None:  # None for no values, such as the entropy of no turns
     values = list(values)
     return sum(values) / len(values) if values else None
 
@@ -608,8 +577,7 @@ def figures(episodes: list[Episode], cfg: Config) -> dict:
             "entropy_failed": mean(h for t in failed for h in t.entropies),
             "entropy_passed": mean(h for t in passed for h in t.entropies),
             "reply_tokens": mean(len(t.ids) for t in turns),
-            "truncated": mean(t.truncated for t in turns),
-            "outgrown": mean(e.outgrown for e in episodes)}
+            "truncated": mean(t.truncated for t in turns)}
 
 
 def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, list[Episode]]:
@@ -654,8 +622,7 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
     progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
     try:
         for step in progress:
-            for group in optimizer.param_groups:
-                group["lr"] = cfg.lr * min(1.0, step / max(cfg.warmup, 1))
+            optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, step / max(cfg.warmup, 1))
             metrics = train_step(policy, teacher, judge, optimizer, rng, generator, cfg)
             metrics = {"step": step, **metrics}
             if step % 10 == 0 or step in (1, cfg.steps):
@@ -679,22 +646,19 @@ def main(argv: list[str] | None = None):
     try:  # all folders, before any work
         for folder in [out / "policy"] + [Path(cfg.base)] * (not cfg.model):
             folder.mkdir(parents=True, exist_ok=True)
-        (out / "metrics.jsonl").open("a").close()  # an earlier run's lines stay until training
     except OSError as error:
         raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
-    device = ("cuda" if torch.cuda.is_available() else
-              "mps" if torch.backends.mps.is_available() else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = accelerator.type if accelerator else "cpu"
     policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
     initial = policy  # copied where the initial weights are needed later on
     if cfg.method != "grpo" and (cfg.teacher == "frozen" or cfg.judge == "llm"):
         initial = replace(policy, model=copy.deepcopy(policy.model))
     teacher = initial.model if cfg.teacher == "frozen" else policy.model
-    judge = rule_judge
-    if cfg.judge == "llm":
-        judge = partial(llm_judge, load_policy(cfg.judge_model, cfg, device)
-                        if cfg.judge_model else initial)
+    judge_policy = load_policy(cfg.judge_model, cfg, device) if cfg.judge_model else initial
+    judge = rule_judge if cfg.judge == "rule" else lambda turns: llm_judge(judge_policy, turns)
     if cfg.checkpointing:
-        policy.model.gradient_checkpointing_enable()
+        policy.model.activation_checkpointing_enable()
 
     print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints\n{HEADER}")
     before, episodes_before = evaluate(policy, cfg)
@@ -702,8 +666,7 @@ def main(argv: list[str] | None = None):
     hinted, _ = evaluate(policy, cfg, hinted=True)
     print(row("hinted", hinted))
     if before["reply_tokens"] is None:
-        raise SystemExit(f"--max_tokens {cfg.max_tokens}: a context of {policy.max_context} tokens "
-                         "cannot hold a turn")
+        raise SystemExit(f"--max_tokens {cfg.max_tokens}: the context of the model is too short")
     for b in envs.BEHAVIOURS:
         if (before[b.name] or 0) > 0.05:
             print(f"{b.name} is not neglected: {before[b.name]:.0%} of its turns show it unasked")
@@ -713,20 +676,20 @@ def main(argv: list[str] | None = None):
     (out / "summary.json").unlink(missing_ok=True)  # an earlier run's
     with (out / "metrics.jsonl").open("w") as metrics_file:
         stopped = train(policy, teacher, judge, cfg, metrics_file)
-    save(policy.model, policy.tokenizer, out / "policy")
+    for part in (policy.model, policy.tokenizer):
+        part.save_pretrained(out / "policy")
     summary = dict(config=asdict(cfg), before=before, hinted=hinted, after=None)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
-    print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
     if stopped:
-        print(f"training was stopped early: {type(stopped).__name__} {stopped}")
+        print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
         sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
 
     summary["after"], episodes_after = evaluate(policy, cfg)
+    print(row("after", summary["after"]))
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     show("before", episodes_before[0])
     show("after", episodes_after[0])
-    print("\n".join([HEADER, row("before", before), row("hinted", hinted),
-                     row("after", summary["after"])]))
+    print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def policy(request, tokenizer):
              GPT2LMHeadModel(GPT2Config(**sizes)))
     for p in model.parameters():
         p.data.mul_(4)  # peaked distributions: an error of position or mask becomes large
-    return fsd.Policy(model.eval(), tokenizer, temperature=0.7, max_tokens=12,
-                      sample_rows=5000)
+    return fsd.Policy(model, tokenizer, stop_ids={tokenizer.eos_token_id}, max_context=700,
+                      temperature=0.7, max_tokens=12, sample_rows=5000)
 
 
 def generator():
@@ -69,7 +69,7 @@ def logprobs_of(policy, prompt, ids):
 
 def make_turn(policy, text, advantage=0.0, hint=None, said="a b c"):
     messages = [{"role": "user", "content": said}]
-    prompt, ids = fsd.render(policy, messages), policy.tokenizer.encode(text) + policy.stop_ids
+    prompt, ids = fsd.render(policy, messages), policy.tokenizer.encode(text) + [*policy.stop_ids]
     logprobs = logprobs_of(policy, prompt, ids).tolist()
     turn = fsd.Turn(TASK, "commit", messages, prompt, ids, logprobs, [1.0] * len(ids), False, text,
                     envs.shown(TASK, "commit", text), advantage=advantage)
@@ -142,10 +142,8 @@ def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(frame):
     (f"<patch>{RIGHT}</patch><patch>{RIGHT}</patch>", "Error: the reply needs one <patch>", False),
     ("<patch></patch>", "Error: the code does not define f", False),
     ("<patch>def f(x) return</patch>", "Error: SyntaxError", False),
-    ("<patch>def g(x): return x</patch>", "Error: the code does not define f", False),
     ("<patch>def f(x, y): return x</patch>", "Error: f must take one argument", False),
-    (RIGHT, "Error: the reply has no code block", False),
-    ("", "Error: the reply has no code block", False)])
+    (RIGHT, "Error: the reply has no code block", False)])
 def test_odd_tool_calls_have_a_documented_meaning(reply, observation, in_format):
     assert envs.Repair(TASK).step(reply).startswith(observation)
     assert envs.shown(TASK, "edit", reply) == {"patch": in_format}
@@ -215,8 +213,8 @@ def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
         oracle = [distribution(policy, policy.model, p, r) for p, r in zip(prompts, replies)]
         expected = torch.cat([d.log_prob(torch.tensor(r)) for d, r in zip(oracle, replies)])
         assert torch.allclose(torch.tensor(sum(logprobs, [])), expected, atol=1e-4)
-        logits = fsd.logits(policy.model, scored) / policy.temperature
-        scored = Categorical(logits=logits).log_prob(torch.tensor(sum(replies, [])))
+        scored = Categorical(logits=fsd.logits(policy.model, scored) / policy.temperature)
+        scored = scored.log_prob(torch.tensor(sum(replies, [])))
         assert torch.allclose(scored, expected, atol=1e-4)
         expected = torch.cat([d.entropy() for d in oracle])
         assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
@@ -235,10 +233,10 @@ def test_sample_draws_from_the_softmax_when_the_pad_id_is_the_stop_id(policy):
     assert (counts / 4000 - p).abs().sum() / 2 < 0.5 * math.sqrt(len(p) / 4000)
 
 
-def test_rows_that_stop_leave_the_batch_and_the_others_go_on_unharmed(policy, monkeypatch):
+def test_rows_that_stop_leave_the_batch_and_the_others_go_on_unharmed(policy):
     """A row that continues on its neighbour's cache still looks like text."""
     stop = list(range(0, policy.model.config.vocab_size, 3))  # a third of all draws
-    monkeypatch.setattr(fsd.Policy, "stop_ids", stop)
+    policy.stop_ids = set(stop)
     prompts = [policy.tokenizer.encode(c) for c in "abcdefghijklmnop"]
     replies = fsd.sample(policy, prompts, generator())
     assert len({len(ids) for ids, _, _ in replies}) > 3
@@ -247,10 +245,10 @@ def test_rows_that_stop_leave_the_batch_and_the_others_go_on_unharmed(policy, mo
         assert torch.allclose(torch.tensor(logprobs), logprobs_of(policy, prompt, ids), atol=1e-4)
 
 
-def test_degenerate_turns_work_and_ids_stay_as_sampled(policy, monkeypatch):
+def test_degenerate_turns_work_and_ids_stay_as_sampled(policy):
     """Only a stop token; cut inside a code block that is spelled letter by letter, which a round
     trip through text would merge; a full context; a hint that does not fit."""
-    stop, spelled = policy.stop_ids, [policy.tokenizer.encode(c)[0] for c in "```\ndef f("]
+    stop, spelled = [*policy.stop_ids], [policy.tokenizer.encode(c)[0] for c in "```\ndef f("]
     with pytest.MonkeyPatch.context() as patch:
         script = iter([stop, spelled, stop])
         patch.setattr(fsd, "sample", lambda *_: [(ids, [0.0], [0.0]) for ids in [next(script)]])
@@ -260,7 +258,7 @@ def test_degenerate_turns_work_and_ids_stay_as_sampled(policy, monkeypatch):
     assert len(fsd.score(policy.model, [turns[1].prompt], [spelled])[0]) == len(spelled)
     assert [t.truncated for t in turns] == [False, True, False]
     assert policy.tokenizer.decode(turns[2].prompt).endswith("commit message.<|end|><|assistant|>")
-    monkeypatch.setattr(fsd.Policy, "max_context", len(turns[0].prompt) + policy.max_tokens)
+    policy.max_context = len(turns[0].prompt) + policy.max_tokens
     full, = fsd.rollout(policy, [TASK], 1, generator())
     assert len(full.turns) == 1 and not full.env.success
     fsd.attach_hints(policy, full.turns, ["a hint that is too long " * 20])
@@ -268,16 +266,16 @@ def test_degenerate_turns_work_and_ids_stay_as_sampled(policy, monkeypatch):
 
 
 def test_advantages_are_per_group_and_zero_without_variance():
-    rewards = torch.tensor([1.0, 0.0, 5.0, 5.0, 0.3, 10.0, 12.0])
-    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
-    assert fsd.group_advantages(rewards, groups).tolist() == [1, -1, 0, 0, 0, -1, 1]
+    rewards = torch.tensor([[1.0, 0.0], [0.1, 0.1], [10.0, 12.0]])
+    assert fsd.group_advantages(rewards).tolist() == [[1, -1], [0, 0], [-1, 1]]
+    assert fsd.group_advantages(torch.tensor([[0.3]])).tolist() == [[0]]
 
 
 def test_grpo_loss_is_the_clipped_surrogate():
     """At ratio 1 the value is -sum A whatever the policy, so only the gradient can tell."""
     advantages = torch.tensor([2.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     logprobs = torch.tensor([1.0, 1.0, 1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
-    loss = fsd.grpo_loss(logprobs, torch.zeros(6), advantages, clip=0.2)
+    loss = fsd.grpo_loss(logprobs, torch.zeros(6), advantages)
     assert loss.item() == pytest.approx(-(2 - 1 + 1.2 + 0.5 - 1.5 - 0.8))
     loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-2.0, 1.0, 0.0, -0.5, 1.5, 0.0])
@@ -290,38 +288,13 @@ def test_distill_loss_is_the_kl_of_teacher_to_student():
     oracle = kl_divergence(Categorical(logits=q), Categorical(logits=p))
     each = torch.stack([fsd.distill_loss(a[None], b[None]) for a, b in zip(p, q)])
     assert torch.allclose(each, oracle) and (each > 0).all() and fsd.distill_loss(p, p) == 0
-
-
-def test_distill_gradient_is_p_minus_q_also_where_the_student_never_goes():
+    # the gradient is p - q, also where the student never goes
     z = torch.tensor([[0.0, 0.0, -30.0]], dtype=torch.float64, requires_grad=True)
-    q = torch.tensor([[0.05, 0.05, 0.9]], dtype=torch.float64, requires_grad=True)
+    q = student.double().requires_grad_()
     loss = lambda z: fsd.distill_loss(z.log_softmax(-1), q.log())
     loss(z).backward()
     assert torch.allclose(z.grad, z.detach().softmax(-1) - q) and z.grad[0, 2] < -0.89
     assert torch.autograd.gradcheck(loss, z) and q.grad is None
-
-
-class OpenModel(torch.nn.Module):
-    """Its hidden states are leaves of the graph, so that their gradient shows what was scored."""
-    device, head = torch.device("cpu"), torch.nn.Linear(4, 20)
-
-    def base_model(self, input_ids, use_cache):
-        self.ids, self.hidden = input_ids, torch.randn(*input_ids.shape, 4, requires_grad=True)
-        return type("Output", (), {"last_hidden_state": self.hidden})
-
-    def get_output_embeddings(self):
-        return self.head
-
-
-def test_exactly_the_positions_that_predict_sampled_tokens_are_scored():
-    """A shift by one, a mask over the prompt or a scored padding would still train something."""
-    model = OpenModel()
-    hidden = torch.cat(fsd.score(model, [[1, 2, 3], [4], [5, 6]], [[7, 8], [9, 10, 11], [12]]))
-    at = [(0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)]
-    assert [model.ids[b, t + 1].item() for b, t in at] == [7, 8, 9, 10, 11, 12]
-    assert torch.equal(hidden, torch.stack([model.hidden[b, t] for b, t in at]))
-    fsd.logits(model, hidden).square().sum().backward()
-    assert model.hidden.grad.abs().sum(-1).nonzero().tolist() == [list(x) for x in at]
 
 
 def test_an_empty_hint_teaches_nothing(policy):
@@ -365,12 +338,76 @@ def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(pol
     both, _ = gradient(policy, policy.model, [failed, passed])
     share = len(failed.ids) / (len(failed.ids) + len(passed.ids))
     assert torch.allclose(both, alone * share, atol=1e-5)
-    optimizer, weights = torch.optim.AdamW([p.detach() for p in policy.model.parameters()], lr=0.1), []
+    optimizer = torch.optim.AdamW([p.detach() for p in policy.model.parameters()], lr=0.1)
+    weights = []
     for turns in ([failed], [passed], [failed]):
         stats = fsd.update(policy, policy.model, optimizer, turns, fsd.Config())
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
         assert (stats["update_tokens"] > 0) == (stats["grad_norm"] > 0) == (turns == [failed])
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
+def test_checkpointing_changes_no_gradient_and_no_sample(policy):
+    """transformers checkpoints layers in training mode only, where dropout and no cache lurk."""
+    turns = [make_turn(policy, "fix it", advantage=1.0, hint="x"), make_turn(policy, "no", 0.5)]
+    (plain, _), replies = gradient(policy, policy.model, turns), fsd.sample(
+        policy, [[5, 6, 7]], generator())
+    policy.model.activation_checkpointing_enable()
+    layer, calls = getattr(policy.model.base_model, "layers", None), []
+    layer = (layer or policy.model.base_model.h)[0]
+    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    again, _ = gradient(policy, policy.model, turns)
+    assert len(calls) == 3 and torch.allclose(plain, again, atol=1e-6)  # twice, and the teacher's
+    assert fsd.sample(policy, [[5, 6, 7]], generator()) == replies
+
+
+def test_bf16_keeps_updates_that_are_smaller_than_its_precision(policy, monkeypatch, tmp_path):
+    """A step of 1e-5 on a weight of 0.1 is lost in bf16, every time: nothing would be learnt."""
+    for p in policy.model.parameters():
+        p.data = p.data.bfloat16()
+    teacher, turn = copy.deepcopy(policy.model), make_turn(policy, "fix it", hint="x")
+    monkeypatch.setattr(fsd, "train_step", lambda policy, teacher, judge, optimizer, *rest: {
+        **dict.fromkeys(fsd.COLUMNS, 0.0),
+        **fsd.update(policy, teacher, optimizer, [turn], rest[-1])})
+    with (tmp_path / "metrics").open("w") as file:
+        fsd.train(policy, teacher, None, fsd.Config(lr=1e-5, steps=40, warmup=0), file)
+    weights = zip(policy.model.parameters(), teacher.parameters())
+    moved = torch.cat([(p != start)[start.abs() > 0.06] for p, start in weights])
+    assert moved.float().mean() > 0.1
+
+
+@pytest.mark.parametrize("answer, verdict", [
+    ("PASS", None), ("pass.", None), ("```\nPASS\n```", None), ("Verdict: PASS", None),
+    ("HINT: Use the tags.", "Use the tags."), ("```text\nAnswer: hint: Use it.\n```", "Use it."),
+    ("", ""), ("HINT:", ""), ("PASS HINT: x", ""), ("I think PASS", ""), ("HINT: a\nb", ""),
+    ("HINT: " + "x" * 300, ""), ("FAIL", ""), ("{\"verdict\": \"PASS\"}", ""), ("\x00\ud800", "")])
+def test_the_judges_answer_is_read_strictly(answer, verdict):
+    """A lenient reader would call junk a pass, or teach it as a hint."""
+    assert fsd.read_verdict(answer) == verdict
+
+
+def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
+    """A random model answers junk; one whose context is too short for the question, nothing."""
+    turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")]
+    for policy.max_context in (700, 80):
+        verdicts = fsd.llm_judge(policy, turns)
+        stats = fsd.attach_hints(policy, turns, verdicts)
+        assert verdicts == ["", ""] and not turns[0].hint
+        assert (stats["judge_unusable"], stats["judge_recall"]) == (1, 0)
+    asked = []
+    monkeypatch.setattr(fsd, "sample", lambda judge, prompts, _: asked.extend(prompts) or [
+        (judge.tokenizer.encode(text), [], []) for text in ("HINT: Use fix.", "HINT: Use tags.")])
+    policy.max_context = 700
+    stats = fsd.attach_hints(policy, turns, fsd.llm_judge(policy, turns))
+    assert turns[0].hint == "Use fix." and "begin with fix(f)" in policy.tokenizer.decode(asked[0])
+    assert (stats["judge_precision"], stats["judge_recall"], stats["judge_unusable"]) == (0.5, 1, 0)
+
+
+def test_a_noisy_judge_misses_and_raises_false_alarms(policy):
+    turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")] * 500
+    wrong = fsd.noisy(fsd.rule_judge(turns), turns, 0.3, random.Random(0))
+    miss, alarm = (sum(bool(v) == bad for v in wrong[k::2]) for k, bad in ((0, False), (1, True)))
+    assert 120 < miss < 180 and 120 < alarm < 180
 
 
 def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
@@ -385,7 +422,8 @@ def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
     optimizer = torch.optim.AdamW([p.detach() for p in policy.model.parameters()])
     metrics = fsd.train_step(policy, teacher, fsd.rule_judge, optimizer, random.Random(0),
                              generator(), cfg)
-    has_hint = lambda ids: bool(re.search(r"Wrap your answer in|Use the format", policy.tokenizer.decode(ids)))
+    has_hint = lambda ids: bool(re.search("Wrap your answer in|Use the format",
+                                          policy.tokenizer.decode(ids)))
     assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
     assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
     for hinted in (False, True):
@@ -412,7 +450,7 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """A base that is trained for a few steps only: all of the real code, none of the skill."""
-    fsd.BASE.update(steps=12, batch=8, hidden=32, layers=2)
+    fsd.BASE.update(steps=12, batch=8, hidden_size=32, num_hidden_layers=2)
     return tmp_path_factory.mktemp("base")
 
 
@@ -435,7 +473,9 @@ def test_main_runs_end_to_end(tmp_path, base, method, capsys):
     assert (lines[0]["turns_hinted"] > 0) == (lines[0]["distill_loss"] > 0) == (method != "grpo")
     assert summary["before"]["episodes"] == summary["after"]["episodes"] == 4
     assert summary["before"].keys() >= {"success", "patch", "style", "entropy", "reply_tokens"}
-    run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), "--method", method)
+    lines, _ = run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), "--method", method,
+                   "--judge", "llm", "--eval_every", "1", "--checkpointing")
+    assert "held_out" in lines[0] and lines[0]["judge_unusable"] == (method != "grpo")
     output = capsys.readouterr().out.replace(str(tmp_path), "OUT").replace(str(base), "BASE")
     assert max(map(len, output.splitlines())) <= 80 and re.search("before.*after", output, re.S)
 
@@ -470,13 +510,18 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() > 0
 
 
+def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
+    cfg = fsd.parse_args(["--model", "x", "--steps", "7"])
+    assert cfg == fsd.Config(model="x", **{**fsd.PRETRAINED, "steps": 7})
+
+
 @pytest.mark.parametrize("flags, message", [
     ("--metod fsd", "unrecognized arguments: --metod"),
     ("--method ppo", "--method ppo: choose one of fsd grpo distill"),
     ("--teacher ema", "choose one of frozen live"),
     ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, at least"),
-    ("--lr nan", "must be finite, at least"), ("--out=", "--out is empty"),
+    ("--lr nan", "must be finite, at least"), ("--judge llm", "the embedded base cannot judge"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
