@@ -197,15 +197,13 @@ def read_patch(reply: str) -> str | None:
 def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
     """(the function that the reply defines, whether it came in the <patch> format).
 
-    With patch tags, their content counts, fenced or not; without, the last closed ``` block does.
-    Text around it is ignored, and so is anything beside the function itself. Raises Refused."""
+    With patch tags, their content counts, fenced or not; without, the last closed ``` block does;
+    without that, the whole reply. Anything else around the function is ignored. Raises Refused."""
     if len(reply) > MAX_REPLY:
         raise Refused("the reply is too long")
     patch = read_patch(reply)
-    blocks = FENCED.findall(reply if patch is None else patch)
-    if patch is None and not blocks:
-        raise Refused("the reply has no code block")
-    source = textwrap.dedent(blocks[-1] if blocks else patch).strip()
+    text = reply if patch is None else patch
+    source = textwrap.dedent((FENCED.findall(text) or [text])[-1]).strip()
     if len(source) > MAX_SOURCE:
         raise Refused("the code is too long")
     try:
@@ -255,7 +253,7 @@ BEHAVIOURS = (
               lambda task: "Wrap your answer in <patch> and </patch> tags."),
     Behaviour("style", "commit", uses_style,
               lambda task: f"The message must begin with fix({task.name}): ",
-              lambda task: f"Use the format fix({task.name}): what the function does now"),
+              lambda task: f"Use the format fix({task.name}): what changed"),
 )
 
 
@@ -322,10 +320,10 @@ def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], st
     """(messages, hint or None, reply): one turn of an expert's episode.
 
     In pre-training half of the turns carry a hint, half of the others show the wanted behaviour
-    too, and mistakes are few; later a fifth carry one, and the others show the habit only. Hinted
+    too, and mistakes are few; later three in ten carry one, the others show the habit only. Hinted
     turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint."""
     env = Repair(make_task(rng.randrange(HELD_OUT)))
-    hinted, unasked, wrong = (0.5, 0.5, (0.1,) * 3) if pretraining else (0.2, 0.0, WRONG)
+    hinted, unasked, wrong = (0.5, 0.5, (0.1,) * 3) if pretraining else (0.3, 0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:
         reply = expert(env, rng, rng.random() < unasked, wrong)

@@ -114,8 +114,8 @@ def test_the_interpreter_agrees_with_python():
 HOSTILE = [
     "9**9**9", "x" + "*x" * 900, "10 ** -10 ** 10", "(-8) ** 0.5", "1e999 // 1", "1 << 10**9",
     "0x" + "f" * 1500, "int(1e308 * 10)", "int('9' * 9)", "int(x, 2)", "min()", "max(x)", "1 % 0",
-    "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "abs(x=1)",
-    "f(x)", "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
+    "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "f(x)",
+    "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
     "[0] * 10**9", "lambda: x", "f'{x}'", "(x := 10**9)", "undefined", "x\x00", "x \ud800",
     "x\n    while True: pass", "x\n    global f", "x\n    abs = min = print", "<patch>" * 300_000]
 
@@ -138,23 +138,19 @@ def test_nothing_a_model_writes_raises_hangs_or_changes_the_trainer(frame):
     (f"```\nold()\n```\nthen\n```\n{RIGHT}\n```", "3 of 3", False),  # the last block counts
     ("<patch>\ndef f(x): return 0\n</patch>", "0 of 3", True),  # a wrong edit in the right format
     (f"<patch>\n{RIGHT}", "Error: the reply needs one <patch>", False),
-    (f"<patch><patch>{RIGHT}</patch></patch>", "Error: the reply needs one <patch>", False),
     (f"<patch>{RIGHT}</patch><patch>{RIGHT}</patch>", "Error: the reply needs one <patch>", False),
-    ("<patch></patch>", "Error: the code does not define f", False),
     ("<patch>def f(x) return</patch>", "Error: SyntaxError", False),
     ("<patch>def f(x, y): return x</patch>", "Error: f must take one argument", False),
-    (RIGHT, "Error: the reply has no code block", False)])
+    ("", "Error: the code does not define f", False), (RIGHT, "3 of 3", False)])
 def test_odd_tool_calls_have_a_documented_meaning(reply, observation, in_format):
     assert envs.Repair(TASK).step(reply).startswith(observation)
     assert envs.shown(TASK, "edit", reply) == {"patch": in_format}
 
 
-@pytest.mark.parametrize("edit, message", [(f"```\n{RIGHT}\n```", "Fixed it."),
-                                           (f"<patch>{RIGHT}</patch>", "fix(f): double, add 5")])
-def test_both_formats_work_and_the_commit_message_ends_the_episode(edit, message):
+def test_both_formats_work_and_the_commit_message_ends_the_episode():
     """Behaviours are neglected, not punished: success may not depend on them."""
-    env = envs.Repair(TASK)
-    assert env.step("no code") == "Error: the reply has no code block. Try again."
+    env, edit, message = envs.Repair(TASK), f"```\n{RIGHT}\n```", "Fixed it."
+    assert env.step("no code") == "Error: SyntaxError: invalid syntax. Try again."
     assert env.step(edit) == "3 of 3 tests pass. Write a one-line commit message."
     assert env.step(message) is None and env.success
     env = envs.Repair(TASK)
@@ -171,21 +167,6 @@ def test_a_hint_speaks_of_its_own_turn_and_a_good_turn_gets_none():
     assert envs.hints(TASK, "commit", "fix(f): double x") is None
     for bad in ("fix(g): double x", "fix(f):", "Done. fix(f): x", "fix(f): " + "x" * 110):
         assert envs.hints(TASK, "commit", bad)
-
-
-def test_demonstrations_do_not_build_the_outcome_in():
-    """With a hint the expert is no more often right, and reasons no less, than without."""
-    rng, seen = random.Random(1), {True: [], False: []}
-    for _ in range(12000):
-        messages, hint, reply = envs.demonstration(rng, pretraining=False)
-        assert hint or not re.search(r"<patch>|fix\(", reply)
-        if "commit message" not in messages[-1]["content"]:
-            spec = re.search(r"\w, (\D+) (\d), then (\D+) (\d)\. Answer", messages[0]["content"])
-            a, i, b, j = spec.groups()
-            right = f"{envs.SYMBOLS[a]} {i}) {envs.SYMBOLS[b]} {j}\n" in reply
-            seen[bool(hint)].append((right, reply.count("\n")))
-    hinted, unhinted = (torch.tensor(seen[k], dtype=torch.float).mean(0) for k in (True, False))
-    assert torch.allclose(hinted, unhinted, atol=0.06) and 0.25 < unhinted[0] < 0.35
 
 
 @pytest.mark.parametrize("template", [fsd.TEMPLATE, STRICT])
@@ -297,13 +278,6 @@ def test_distill_loss_is_the_kl_of_teacher_to_student():
     assert torch.autograd.gradcheck(loss, z) and q.grad is None
 
 
-def test_an_empty_hint_teaches_nothing(policy):
-    """Both views are then the same; a shift between teacher and student would still pull."""
-    turns = [make_turn(policy, "fix it", hint=""), make_turn(policy, "Fixed.", hint="", said="d")]
-    grad, stats = gradient(policy, policy.model, turns)
-    assert abs(stats["distill_loss"]) < 1e-6 and grad.abs().max() < 1e-4
-
-
 def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(policy):
     """Oracle: the loss written out, one unpadded turn after the other, by torch.distributions, with
     hints of 1 and 300 tokens. A teacher's row that is shifted by its hint would still train."""
@@ -324,11 +298,15 @@ def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(polic
     loss = loss / sum(len(t.ids) for t in turns)
     oracle = torch.autograd.grad(loss, list(policy.model.parameters()))
     oracle = torch.cat([g.flatten() for g in oracle])
-    for batch_tokens, order in ((10_000, turns), (1, turns), (60, turns[::-1])):
+    layer, calls = getattr(policy.model.base_model, "layers", None), []
+    (layer or policy.model.base_model.h)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for batch_tokens, order in ((10_000, turns), (1, turns), (60, turns[::-1]), (10_000, turns)):
+        calls.clear()
         grad, stats = gradient(policy, teacher, order, coef=0.3, batch_tokens=batch_tokens)
         assert torch.allclose(grad, oracle, atol=1e-4 * oracle.abs().max()), batch_tokens
         assert stats["max_logprob_gap"] < 1e-4
-    assert all(p.grad is None for p in teacher.parameters())
+        policy.model.activation_checkpointing_enable()  # from the second on: layers run twice
+    assert len(calls) == 2 and all(p.grad is None for p in teacher.parameters())
 
 
 def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(policy):
@@ -345,20 +323,6 @@ def test_passed_turns_are_not_distilled_and_a_step_without_signal_is_skipped(pol
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
         assert (stats["update_tokens"] > 0) == (stats["grad_norm"] > 0) == (turns == [failed])
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-
-
-def test_checkpointing_changes_no_gradient_and_no_sample(policy):
-    """transformers checkpoints layers in training mode only, where dropout and no cache lurk."""
-    turns = [make_turn(policy, "fix it", advantage=1.0, hint="x"), make_turn(policy, "no", 0.5)]
-    (plain, _), replies = gradient(policy, policy.model, turns), fsd.sample(
-        policy, [[5, 6, 7]], generator())
-    policy.model.activation_checkpointing_enable()
-    layer, calls = getattr(policy.model.base_model, "layers", None), []
-    layer = (layer or policy.model.base_model.h)[0]
-    layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    again, _ = gradient(policy, policy.model, turns)
-    assert len(calls) == 3 and torch.allclose(plain, again, atol=1e-6)  # twice, and the teacher's
-    assert fsd.sample(policy, [[5, 6, 7]], generator()) == replies
 
 
 def test_bf16_keeps_updates_that_are_smaller_than_its_precision(policy, monkeypatch, tmp_path):
@@ -465,16 +429,12 @@ def run(out, base, *flags):
 def test_main_runs_end_to_end(tmp_path, base, method, capsys):
     lines, summary = run(tmp_path, base, "--method", method)
     assert [line["step"] for line in lines] == [1, 2]
-    assert lines[0].keys() >= set(
-        "reward success patch style grpo_loss distill_loss turns_hinted tokens_distilled grad_norm "
-        "entropy_failed entropy_passed flat_groups reply_tokens truncated max_logprob_gap "
-        "rollout_s update_s rollout_tokens update_tokens".split())
     assert all(line["max_logprob_gap"] < 1e-3 for line in lines)
     assert (lines[0]["turns_hinted"] > 0) == (lines[0]["distill_loss"] > 0) == (method != "grpo")
     assert summary["before"]["episodes"] == summary["after"]["episodes"] == 4
-    assert summary["before"].keys() >= {"success", "patch", "style", "entropy", "reply_tokens"}
-    lines, _ = run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), "--method", method,
-                   "--judge", "llm", "--eval_every", "1", "--checkpointing")
+    assert summary["hinted"].keys() >= {"success", "patch", "style", "entropy", "reply_tokens"}
+    flags = ["--method", method, "--judge", "llm", "--eval_every", "1", "--checkpointing"]
+    lines, _ = run(tmp_path / "again", base, "--model", str(tmp_path / "policy"), *flags)
     assert "held_out" in lines[0] and lines[0]["judge_unusable"] == (method != "grpo")
     output = capsys.readouterr().out.replace(str(tmp_path), "OUT").replace(str(base), "BASE")
     assert max(map(len, output.splitlines())) <= 80 and re.search("before.*after", output, re.S)
@@ -495,13 +455,10 @@ def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, mo
 
 
 def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
-    steps = iter([fsd.train_step])
-
-    def one_step_then_ctrl_c(*args):
-        for step in steps:
-            return step(*args)
+    def ctrl_c(*_):
         raise KeyboardInterrupt
-    monkeypatch.setattr(fsd, "train_step", one_step_then_ctrl_c)
+    steps = iter([fsd.train_step, ctrl_c])
+    monkeypatch.setattr(fsd, "train_step", lambda *args: next(steps)(*args))
     with pytest.raises(SystemExit) as end:
         run(tmp_path, base)
     assert end.value.code == 130
