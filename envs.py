@@ -262,10 +262,11 @@ def shown(task: Task, kind: str, reply: str) -> dict[str, bool]:
     return {b.name: b.check(task, reply) for b in BEHAVIOURS if b.kind == kind}
 
 
-def hints(task: Task, kind: str, reply: str = "") -> str | None:
-    """What the rule judge says: a hint for each behaviour that the reply lacks, None if none."""
-    lacking = [b.hint(task) for b in BEHAVIOURS if b.kind == kind and not b.check(task, reply)]
-    return " ".join(lacking) or None
+def hints(task: Task, kind: str, reply: str | None = None) -> str | None:
+    """What the rule judge says: a hint for each behaviour that the reply lacks, None if none.
+    Without a reply, every hint for a turn of this kind."""
+    return " ".join(b.hint(task) for b in BEHAVIOURS if b.kind == kind
+                    and (reply is None or not b.check(task, reply))) or None
 
 
 # ------------------------------------------------------------------------------- the episode

@@ -88,6 +88,8 @@ class Config:
                 raise ValueError(f"--{name} {value}: choose one of {choices[name]}")
             if name in at_least and not at_least[name] <= value < 2**63:
                 raise ValueError(f"--{name} {value}: must be finite, at least {at_least[name]}")
+        if self.judge_noise > 1:
+            raise ValueError(f"--judge_noise {self.judge_noise}: a share is at most 1")
         if self.judge == "llm" and not (self.judge_model or self.model):
             raise ValueError("--judge llm: the embedded base cannot judge, pass --judge_model NAME")
 
@@ -221,13 +223,14 @@ def train_base(batches: list[list[list[dict]]], device: str):
 
 
 def embedded_base(cfg: Config, device: str) -> Policy:
-    """Trained at first, then read from its folder for as long as it would come out the same."""
+    """Trained at first, then read from its folder until the recipe or the environment changes."""
     folder, batches = Path(cfg.base), base_demonstrations()
     made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last batch hangs on all before it
     stamp = folder / "made_with.json"  # written last: a base that was half saved has none
     reused = stamp.exists() and stamp.read_text() == made_with
     print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
     if not reused:
+        stamp.unlink(missing_ok=True)
         for part in train_base(batches, device):
             part.save_pretrained(folder)
         stamp.write_text(made_with)
@@ -378,8 +381,9 @@ def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
     fits = [len(prompt) + judge.max_tokens <= judge.max_context for prompt in prompts]
     answers = iter(sample(judge, [p for p, fit in zip(prompts, fits) if fit],
                           torch.Generator(judge.model.device)))
-    return [read_verdict(judge.tokenizer.decode(next(answers)[0], skip_special_tokens=True))
-            if fit else "" for fit in fits]
+    replies = [next(answers)[0] if fit else [] for fit in fits]
+    return [read_verdict(judge.tokenizer.decode(ids, skip_special_tokens=True))
+            if judge.stop_ids.intersection(ids) else "" for ids in replies]  # "" if it was cut
 
 
 def read_verdict(answer: str) -> str | None:
@@ -391,11 +395,11 @@ def read_verdict(answer: str) -> str | None:
     return "" if not verdict else None if verdict[1] else verdict[2].strip()
 
 
-def noisy(verdicts: list, turns: list[Turn], share: float, rng: random.Random) -> list:
-    """A worse judge: this share of its verdicts becomes a miss or a false alarm."""
-    return [verdict if rng.random() >= share else
-            None if verdict else envs.hints(turn.task, turn.kind)
-            for verdict, turn in zip(verdicts, turns)]
+def noisy(judge, share: float, rng: random.Random):
+    """A worse judge: this share of the verdicts becomes a miss or a false alarm."""
+    flipped = lambda verdict, turn: None if verdict else envs.hints(turn.task, turn.kind)
+    return lambda turns: [flipped(verdict, turn) if verdict != "" and rng.random() < share else
+                          verdict for verdict, turn in zip(judge(turns), turns)]
 
 
 def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) -> dict:
@@ -435,8 +439,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, clip: float = 0.2) -> torch.Te
 def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
     """sum_j KL(q_j || p_j) = sum_j sum_v q_j(v) (log q_j(v) - log p_j(v)),  no gradient through q
 
-    p is the student, q the teacher. Both log-probs (N, V), a row per sampled token of a failed
-    turn -> scalar. In this direction the gradient on the student's logits is p - q, however
+    p is the student, q the teacher. Both log-probs (n, V), a row per sampled token of a failed
+    turn -> scalar. In this direction the gradient at the student's softmax is p - q, however
     unlikely the student finds what the teacher proposes; that of KL(p || q) vanishes there."""
     return F.kl_div(student_logprobs, teacher_logprobs.detach(), reduction="sum", log_target=True)
 
@@ -458,7 +462,7 @@ def score(model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[to
 
 
 def logits(model, hidden: torch.Tensor) -> torch.Tensor:
-    """(N, H) -> (N, V), float32 whatever the model's precision."""
+    """(n, H) -> (n, V) in float32, for the softmax and the KL."""
     return model.get_output_embeddings()(hidden).float()
 
 
@@ -534,10 +538,8 @@ def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
     tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
     episodes = rollout(policy, tasks, cfg.group, generator)
     turns = [turn for episode in episodes for turn in episode.turns]
+    verdicts = judge(turns) if cfg.method != "grpo" else [None] * len(turns)
     rollout_end = time.perf_counter()
-    verdicts = judge(turns) if cfg.method != "grpo" else [None for _ in turns]
-    if cfg.judge_noise:
-        verdicts = noisy(verdicts, turns, cfg.judge_noise, rng)
     judged = attach_hints(policy, turns, verdicts)
     rewards = torch.tensor([e.reward(cfg.bonus) for e in episodes], dtype=torch.float64)
     advantages = group_advantages(rewards.view(cfg.tasks, cfg.group))
@@ -569,8 +571,7 @@ def rates(turns: list[Turn]) -> dict[str, float | None]:
 def figures(episodes: list[Episode], cfg: Config) -> dict:
     """Means over episodes, turns or tokens. A failed turn lacks a behaviour that applies."""
     turns = [turn for episode in episodes for turn in episode.turns]
-    passed = [turn for turn in turns if all(turn.shown.values())]
-    failed = [turn for turn in turns if not all(turn.shown.values())]
+    passed, failed = ([t for t in turns if all(t.shown.values()) is good] for good in (True, False))
     return {"reward": mean(e.reward(cfg.bonus) for e in episodes),
             "success": mean(e.env.success for e in episodes), **rates(turns),
             "entropy": mean(h for t in turns for h in t.entropies),
@@ -589,7 +590,7 @@ def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, l
 
 
 def show(title: str, episode: Episode):
-    """The episode as a conversation, with the judge's hint under each turn that failed."""
+    """The episode as a conversation, with the rules' hint under each turn that failed."""
     print(f"\n{f' {title} ':-^80}")
     for turn, hint in zip(episode.turns, rule_judge(episode.turns)):
         said = {"user": turn.messages[-1]["content"], "policy": turn.text, "(hint)": hint}
@@ -619,9 +620,8 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
     optimizer = torch.optim.AdamW(weights, lr=cfg.lr, weight_decay=0.0)
     rng = random.Random(cfg.seed)
     generator = torch.Generator(policy.model.device).manual_seed(cfg.seed)
-    progress = tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)
     try:
-        for step in progress:
+        for step in (progress := tqdm(range(1, cfg.steps + 1), cfg.method, disable=None, ncols=80)):
             optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, step / max(cfg.warmup, 1))
             metrics = train_step(policy, teacher, judge, optimizer, rng, generator, cfg)
             metrics = {"step": step, **metrics}
@@ -634,10 +634,9 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
                 tqdm.write(row("held-out", metrics["held_out"]))
             print(json.dumps(metrics), file=metrics_file, flush=True)
             progress.set_postfix({name: metrics[name] for name in list(COLUMNS)[:3]})
-    except (KeyboardInterrupt, BrokenPipeError, FloatingPointError) as error:
-        return error
-    finally:
+    except (KeyboardInterrupt, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         progress.close()
+        return error
 
 
 def main(argv: list[str] | None = None):
@@ -657,6 +656,7 @@ def main(argv: list[str] | None = None):
     teacher = initial.model if cfg.teacher == "frozen" else policy.model
     judge_policy = load_policy(cfg.judge_model, cfg, device) if cfg.judge_model else initial
     judge = rule_judge if cfg.judge == "rule" else lambda turns: llm_judge(judge_policy, turns)
+    judge = noisy(judge, cfg.judge_noise, random.Random(cfg.seed))
     if cfg.checkpointing:
         policy.model.activation_checkpointing_enable()
 
@@ -682,7 +682,7 @@ def main(argv: list[str] | None = None):
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if stopped:
         print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
-        sys.exit(1 if isinstance(stopped, FloatingPointError) else 130)
+        sys.exit(130 if isinstance(stopped, KeyboardInterrupt) else 1)
 
     summary["after"], episodes_after = evaluate(policy, cfg)
     print(row("after", summary["after"]))

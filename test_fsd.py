@@ -298,8 +298,9 @@ def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(polic
     loss = loss / sum(len(t.ids) for t in turns)
     oracle = torch.autograd.grad(loss, list(policy.model.parameters()))
     oracle = torch.cat([g.flatten() for g in oracle])
-    layer, calls = getattr(policy.model.base_model, "layers", None), []
-    (layer or policy.model.base_model.h)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model, calls = policy.model.base_model, []
+    layers = model.layers if hasattr(model, "layers") else model.h
+    layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for batch_tokens, order in ((10_000, turns), (1, turns), (60, turns[::-1]), (10_000, turns)):
         calls.clear()
         grad, stats = gradient(policy, teacher, order, coef=0.3, batch_tokens=batch_tokens)
@@ -360,7 +361,8 @@ def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
         assert (stats["judge_unusable"], stats["judge_recall"]) == (1, 0)
     asked = []
     monkeypatch.setattr(fsd, "sample", lambda judge, prompts, _: asked.extend(prompts) or [
-        (judge.tokenizer.encode(text), [], []) for text in ("HINT: Use fix.", "HINT: Use tags.")])
+        (judge.tokenizer.encode(text), [], []) for text in
+        ("HINT: Use fix.<|end|>", "HINT: Use tags.<|end|>")])
     policy.max_context = 700
     stats = fsd.attach_hints(policy, turns, fsd.llm_judge(policy, turns))
     assert turns[0].hint == "Use fix." and "begin with fix(f)" in policy.tokenizer.decode(asked[0])
@@ -369,7 +371,7 @@ def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
 
 def test_a_noisy_judge_misses_and_raises_false_alarms(policy):
     turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")] * 500
-    wrong = fsd.noisy(fsd.rule_judge(turns), turns, 0.3, random.Random(0))
+    wrong = fsd.noisy(fsd.rule_judge, 0.3, random.Random(0))(turns)
     miss, alarm = (sum(bool(v) == bad for v in wrong[k::2]) for k, bad in ((0, False), (1, True)))
     assert 120 < miss < 180 and 120 < alarm < 180
 
@@ -479,6 +481,7 @@ def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
     ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, at least"),
     ("--lr nan", "must be finite, at least"), ("--judge llm", "the embedded base cannot judge"),
+    ("--judge_noise 2", "at most 1"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
