@@ -363,12 +363,12 @@ def rule_judge(turns: list[Turn]) -> list[str | None]:
     return [envs.hints(turn.task, turn.kind, turn.text) for turn in turns]
 
 
-JUDGE_PROMPT = """A reply is checked against a rule.
+JUDGE_PROMPT = """You check replies against a rule.
 Rule: RULE
+Answer GOOD if the reply follows the rule. If it breaks the rule, answer HINT: and repeat the rule.
+
 Reply:
-REPLY
-End of the reply. Does it follow the rule? Answer with PASS if it does. If it does not, answer with
-HINT: and one short sentence that tells the writer how to follow the rule."""
+REPLY"""
 
 
 def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
@@ -387,10 +387,10 @@ def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
 
 
 def read_verdict(answer: str) -> str | None:
-    """None for PASS, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
+    """None for GOOD, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
     fence around the answer and a word before it (Verdict:, Answer:) are read over."""
     verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
-                           r"(?:(PASS)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
+                           r"(?:(GOOD)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
                            answer.strip(), re.IGNORECASE)
     return "" if not verdict else None if verdict[1] else verdict[2].strip()
 

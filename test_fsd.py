@@ -342,10 +342,10 @@ def test_bf16_keeps_updates_that_are_smaller_than_its_precision(policy, monkeypa
 
 
 @pytest.mark.parametrize("answer, verdict", [
-    ("PASS", None), ("pass.", None), ("```\nPASS\n```", None), ("Verdict: PASS", None),
+    ("GOOD", None), ("good.", None), ("```\nGOOD\n```", None), ("Verdict: GOOD", None),
     ("HINT: Use the tags.", "Use the tags."), ("```text\nAnswer: hint: Use it.\n```", "Use it."),
-    ("", ""), ("HINT:", ""), ("PASS HINT: x", ""), ("I think PASS", ""), ("HINT: a\nb", ""),
-    ("HINT: " + "x" * 300, ""), ("FAIL", ""), ("{\"verdict\": \"PASS\"}", ""), ("\x00\ud800", "")])
+    ("", ""), ("HINT:", ""), ("GOOD HINT: x", ""), ("I think GOOD", ""), ("HINT: a\nb", ""),
+    ("HINT: " + "x" * 300, ""), ("FAIL", ""), ("{\"verdict\": \"GOOD\"}", ""), ("\x00\ud800", "")])
 def test_the_judges_answer_is_read_strictly(answer, verdict):
     """A lenient reader would call junk a pass, or teach it as a hint."""
     assert fsd.read_verdict(answer) == verdict
