@@ -95,8 +95,8 @@ class Config:
 
 
 # What --model changes of the defaults above; flags win over both.
-PRETRAINED = dict(steps=30, tasks=4, group=4, temperature=0.7, max_tokens=96, lr=2e-6, warmup=5,
-                  eval_episodes=64, sample_rows=64, batch_tokens=4096)
+PRETRAINED = dict(steps=20, tasks=4, group=4, temperature=0.7, max_tokens=96, lr=3e-6, warmup=5,
+                  eval_episodes=64, sample_rows=64, batch_tokens=2048)
 
 
 def parse_args(argv: list[str] | None) -> Config:

@@ -1,5 +1,4 @@
-"""The claims of the method and of this code, each as a test: offline, on the CPU, in a minute.
-
+"""The claims of the method and of this code, offline, on the CPU, in a minute.
 A test's name is the claim; its docstring says why the bug would be silent."""
 import os
 
@@ -236,7 +235,6 @@ def test_degenerate_turns_work_and_ids_stay_as_sampled(policy):
         turns = fsd.rollout(policy, [TASK], 1, generator())[0].turns
     assert [t.ids for t in turns] == [stop, spelled, stop]
     assert len(policy.tokenizer.encode(turns[1].text)) < len(spelled)
-    assert len(fsd.score(policy.model, [turns[1].prompt], [spelled])[0]) == len(spelled)
     assert [t.truncated for t in turns] == [False, True, False]
     assert policy.tokenizer.decode(turns[2].prompt).endswith("commit message.<|end|><|assistant|>")
     policy.max_context = len(turns[0].prompt) + policy.max_tokens
@@ -355,10 +353,8 @@ def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
     """A random model answers junk; one whose context is too short for the question, nothing."""
     turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")]
     for policy.max_context in (700, 80):
-        verdicts = fsd.llm_judge(policy, turns)
-        stats = fsd.attach_hints(policy, turns, verdicts)
-        assert verdicts == ["", ""] and not turns[0].hint
-        assert (stats["judge_unusable"], stats["judge_recall"]) == (1, 0)
+        stats = fsd.attach_hints(policy, turns, fsd.llm_judge(policy, turns))
+        assert (stats["judge_unusable"], stats["judge_recall"], turns[0].hint) == (1, 0, None)
     asked = []
     monkeypatch.setattr(fsd, "sample", lambda judge, prompts, _: asked.extend(prompts) or [
         (judge.tokenizer.encode(text), [], []) for text in
@@ -372,8 +368,8 @@ def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
 def test_a_noisy_judge_misses_and_raises_false_alarms(policy):
     turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")] * 500
     wrong = fsd.noisy(fsd.rule_judge, 0.3, random.Random(0))(turns)
-    miss, alarm = (sum(bool(v) == bad for v in wrong[k::2]) for k, bad in ((0, False), (1, True)))
-    assert 120 < miss < 180 and 120 < alarm < 180
+    misses, alarms = wrong[::2].count(None), sum(map(bool, wrong[1::2]))
+    assert 120 < misses < 180 and 120 < alarms < 180
 
 
 def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
@@ -476,12 +472,10 @@ def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
 
 @pytest.mark.parametrize("flags, message", [
     ("--metod fsd", "unrecognized arguments: --metod"),
-    ("--method ppo", "--method ppo: choose one of fsd grpo distill"),
-    ("--teacher ema", "choose one of frozen live"),
+    ("--method ppo", "choose one of fsd grpo distill"), ("--judge_noise 2", "at most 1"),
     ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, at least"),
-    ("--lr nan", "must be finite, at least"), ("--judge llm", "the embedded base cannot judge"),
-    ("--judge_noise 2", "at most 1"),
+    ("--lr nan", "must be finite, at least"), ("--judge llm", "cannot judge"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
