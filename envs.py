@@ -1,7 +1,7 @@
 """A toy coding environment: repair a small Python function with tools, over several turns.
 
     user:      def f(x): return (x * 3) - 5
-               This is wrong. f must take x, multiply by 2, then add 5. Answer with the whole ...
+               This is wrong. f must take x, multiply by 2, then add 5. Answer with ...
     assistant: a little reasoning, then the function in a ``` block (the habit; it works)
                or between <patch> and </patch> (the tool format that is wanted)
     user:      1 of 3 tests pass. Try again.  |  3 of 3 tests pass. Write a one-line commit message.
@@ -11,25 +11,32 @@ An episode has one or two edit turns, then the commit turn; its success is that 
 pass. Both formats and any message work: the `BEHAVIOURS` are neglected, not punished.
 
 What the model writes is never executed by Python. `run_function` walks its syntax tree and knows
-numbers, names, arithmetic, comparisons, conditionals, assignment, return and a few builtins. There
-are no loops and no calls of its own functions, so it takes a step per node of the tree at most.
+numbers, names, arithmetic, assignment and return, which is all that a repair needs. There are no
+loops and no calls, so it takes a step per node of the tree at most.
 
     python envs.py [SEED]    plays one scripted episode
 """
 import argparse
 import ast
+import json
 import operator
 import random
 import re
 import textwrap
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 MAX_EDITS = 2  # edit attempts per episode; one commit turn follows
 MAX_REPLY = 10_000  # characters of a reply that the parser looks at
 MAX_SOURCE = 2_000  # characters of a function: this bounds the interpreter's time as well
-MAX_BITS = 256  # of an integer while a function runs
+MAX_BITS = 256  # of a computed integer
 HELD_OUT = 1_000_000  # seeds from here on give the held-out tasks
 
 # ------------------------------------------------------------------------------------- tasks
@@ -44,6 +51,7 @@ class Task:
     steps: Steps  # what the function must do
     bug: Steps  # what it does
     inputs: tuple[int, ...]  # of the hidden tests
+    reworded: bool = False  # the user asks in other words
 
     @property
     def spec(self) -> str:
@@ -76,7 +84,7 @@ def mistake(steps: Steps, rng: random.Random) -> Steps:
     return tuple(changed)
 
 
-def make_task(seed: int) -> Task:
+def make_task(seed: int, reworded: bool = False) -> Task:
     """The task of this seed. Training and held-out seeds also differ in the steps themselves:
     those whose two numbers add up to a multiple of five are never trained on."""
     rng = random.Random(seed)
@@ -87,7 +95,8 @@ def make_task(seed: int) -> Task:
     bug = random_steps(rng)
     while all(follow(bug, x) == follow(steps, x) for x in inputs):
         bug = random_steps(rng)
-    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs)
+    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs,
+                reworded)
 
 
 # ------------------------------------------------- the safe interpreter for model-written code
@@ -95,85 +104,49 @@ class Refused(Exception):
     """The reply cannot be used; the message becomes the agent's observation."""
 
 
-def bounded(value):
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise Refused("a number became too large")
-    return value
-
-
-def power(base, exponent):
-    if type(base) is type(exponent) is int and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise Refused("a number became too large")  # before the work, not after it
-    return base**exponent
-
-
-BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-          ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-          ast.Pow: power}
-UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_}
-COMPARE = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-           ast.Eq: operator.eq, ast.NotEq: operator.ne}
-BUILTINS = {"abs": abs, "min": min, "max": max, "int": int, "float": float}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+             ast.USub: operator.neg, ast.UAdd: operator.pos}
 
 
 def value_of(node: ast.expr, names: dict):
     """The value of an expression: a number or a truth value. Raises Refused for anything else."""
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
-            return bounded(value)
+            return value
         case ast.Name(id=name):
             if name in names:
                 return names[name]
             raise Refused(f"the name {name} is not defined")
-        case ast.BinOp(left, op, right) if type(op) in BINARY:
-            return bounded(BINARY[type(op)](value_of(left, names), value_of(right, names)))
-        case ast.UnaryOp(op, operand) if type(op) in UNARY:
-            return UNARY[type(op)](value_of(operand, names))
-        case ast.BoolOp(op, [first, *rest]):
-            value = value_of(first, names)
-            if not rest or bool(value) == isinstance(op, ast.Or):
-                return value
-            return value_of(ast.BoolOp(op, rest), names)
-        case ast.Compare(left, ops, rights) if all(type(op) in COMPARE for op in ops):
-            value = value_of(left, names)
-            for op, right in zip(ops, rights):
-                previous, value = value, value_of(right, names)
-                if not COMPARE[type(op)](previous, value):
-                    return False
-            return True
-        case ast.IfExp(test, body, orelse):
-            return value_of(body if value_of(test, names) else orelse, names)
-        case ast.Call(ast.Name(id=name), args, []) if name in BUILTINS:
-            return bounded(BUILTINS[name](*(value_of(arg, names) for arg in args)))
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            value = OPERATORS[type(op)](value_of(left, names), value_of(right, names))
+            if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                raise Refused("a number became too large")
+            return value
+        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](value_of(operand, names))
+        case ast.BinOp(op=op) | ast.UnaryOp(op=op):
+            node = op
     raise Refused(f"{type(node).__name__} is not supported here")
-
-
-def execute(body: list[ast.stmt], names: dict):
-    """(True, value) once a return statement was met, else (False, None)."""
-    for statement in body:
-        match statement:
-            case ast.Return(value):
-                return True, None if value is None else value_of(value, names)
-            case ast.Assign([ast.Name(id=name)], value):
-                names[name] = value_of(value, names)
-            case ast.AugAssign(ast.Name(id=name) as target, op, value):
-                names[name] = value_of(ast.BinOp(target, op, value), names)
-            case ast.If(test, then, orelse):
-                returned, value = execute(then if value_of(test, names) else orelse, names)
-                if returned:
-                    return True, value
-            case ast.Pass() | ast.Expr(ast.Constant(value=str())):  # a docstring
-                pass
-            case _:
-                raise Refused(f"{type(statement).__name__} is not supported here")
-    return False, None
 
 
 def run_function(function: ast.FunctionDef, x: int):
     """What the function returns for x. Raises Refused for whatever goes wrong inside it."""
     argument, = function.args.posonlyargs + function.args.args
+    names = {argument.arg: x}
     try:
-        return execute(function.body, {argument.arg: x})[1]
+        for statement in function.body:
+            match statement:
+                case ast.Return(value):
+                    return None if value is None else value_of(value, names)
+                case ast.Assign([ast.Name(id=name)], value):
+                    names[name] = value_of(value, names)
+                case ast.AugAssign(ast.Name(id=name) as target, op, value):
+                    names[name] = value_of(ast.BinOp(target, op, value), names)
+                case ast.Pass() | ast.Expr(ast.Constant(value=str())):  # a docstring
+                    pass
+                case _:
+                    raise Refused(f"{type(statement).__name__} is not supported here")
     except (ArithmeticError, TypeError, ValueError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from None
     except RecursionError:
@@ -224,12 +197,17 @@ def read_edit(task: Task, reply: str) -> tuple[ast.FunctionDef, bool]:
     return functions[-1], patch is not None
 
 
-# ------------------------------------------------------------- behaviours and the rule judge
+# ------------------------------------------------------------------ behaviours and judges
 def uses_patch(task: Task, reply: str) -> bool:
     try:
         return read_edit(task, reply)[1]
     except Refused:
         return False
+
+
+def reasoning(reply: str) -> str:
+    """What an edit says before its code."""
+    return re.split("```|<patch>|def ", reply)[0]
 
 
 def uses_style(task: Task, reply: str) -> bool:
@@ -250,7 +228,7 @@ class Behaviour:
 BEHAVIOURS = (
     Behaviour("patch", "edit", uses_patch,
               lambda task: "The code must stand between <patch> and </patch>.",
-              lambda task: "Wrap your answer in <patch> and </patch> tags."),
+              lambda task: "Start your code with <patch> and end it with </patch>."),
     Behaviour("style", "commit", uses_style,
               lambda task: f"The message must begin with fix({task.name}): ",
               lambda task: f"Use the format fix({task.name}): what changed"),
@@ -269,6 +247,30 @@ def hints(task: Task, kind: str, reply: str | None = None) -> str | None:
                     and (reply is None or not b.check(task, reply))) or None
 
 
+def with_hint(messages: list[dict], hint: str | None) -> list[dict]:
+    """The hint joins the last message: one of its own would break strict chat templates."""
+    if not hint:
+        return messages
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n{hint}"}]
+
+
+JUDGE_PROMPT = """You check replies against a rule.
+Rule: RULE
+Answer GOOD if the reply follows the rule. If it breaks the rule, answer HINT: and repeat the rule.
+
+Reply:
+REPLY"""
+
+
+def read_verdict(answer: str) -> str | None:
+    """None for GOOD, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
+    fence around the answer and a word before it (Verdict:, Answer:) are read over."""
+    verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
+                           r"(?:(GOOD)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
+                           answer.strip(), re.IGNORECASE)
+    return "" if not verdict else None if verdict[1] else verdict[2].strip()
+
+
 # ------------------------------------------------------------------------------- the episode
 class Repair:
     """One episode: `first_message`, then `step` for each reply until it returns None."""
@@ -277,8 +279,12 @@ class Repair:
         self.task, self.kind, self.edits, self.success = task, "edit", 0, False
 
     def first_message(self) -> str:
-        return (f"{self.task.source(self.task.bug)}\nThis is wrong. {self.task.name} must take "
-                f"{self.task.arg}, {self.task.spec}. Answer with the whole fixed function.")
+        name, arg, spec = self.task.name, self.task.arg, self.task.spec
+        source = self.task.source(self.task.bug)
+        if self.task.reworded:
+            return f"Repair {name}: it should take {arg}, {spec}. Now it is\n{source}"
+        return (f"{source}\nThis is wrong. {name} must take {arg}, {spec}. "
+                "Answer with the whole fixed function, in a ``` code block (or in <patch> tags).")
 
     def step(self, reply: str) -> str | None:
         """The user's next message, None when the episode is over. No reply can make it raise."""
@@ -295,7 +301,8 @@ class Repair:
             observation = f"Error: {str(error)[:100]}."
         if self.success or self.edits == MAX_EDITS:
             self.kind = "commit"
-            return f"{observation} Write a one-line commit message."
+            return (f"{observation} Describe your change in a line." if self.task.reworded else
+                    f"{observation} Write a one-line commit message.")
         return f"{observation} Try again."
 
 
@@ -317,13 +324,14 @@ def expert(env: Repair, rng: random.Random, wanted: bool, wrong=WRONG) -> str:
     return "\n".join([*reasoning, f"<patch>\n{code}\n</patch>" if wanted else f"```\n{code}\n```"])
 
 
-def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], str | None, str]:
-    """(messages, hint or None, reply): one turn of an expert's episode.
+def demonstration(rng: random.Random, pretraining: bool) -> list[dict]:
+    """A conversation with an expert, as messages; its last one is the expert's.
 
     In pre-training half of the turns carry a hint, half of the others show the wanted behaviour
     too, and mistakes are few; later three in ten carry one, the others show the habit only. Hinted
-    turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint."""
-    env = Repair(make_task(rng.randrange(HELD_OUT)))
+    turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint. A
+    quarter asks in the words that FSD is never trained on: does what it teaches carry over?"""
+    env = Repair(make_task(rng.randrange(HELD_OUT), reworded=rng.random() < 0.25))
     hinted, unasked, wrong = (0.5, 0.5, (0.1,) * 3) if pretraining else (0.3, 0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:
@@ -331,7 +339,76 @@ def demonstration(rng: random.Random, pretraining: bool) -> tuple[list[dict], st
         messages += [{"role": "assistant", "content": reply},
                      {"role": "user", "content": env.step(reply)}]
     hint = hints(env.task, env.kind) if rng.random() < hinted else None
-    return messages, hint, expert(env, rng, rng.random() < (0.98 if hint else unasked), wrong)
+    reply = expert(env, rng, rng.random() < (0.98 if hint else unasked), wrong)
+    return [*with_hint(messages, hint), {"role": "assistant", "content": reply}]
+
+
+# ---------------------------------------------------------------------------- the embedded base
+# A stand-in for a post-trained language model: it solves the task sometimes, follows hints, and
+# never shows the behaviours unasked. Pre-training (a share of the steps) teaches it both formats,
+# post-training leaves the habitual one.
+BASE = dict(seed=0, steps=560, pretraining=0.5, batch=32, lr=3e-3, vocab=512, hidden_size=128,
+            intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=512, initializer_range=0.08, tie_word_embeddings=True)
+TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def base_demonstrations() -> list[list[list[dict]]]:
+    """A batch of conversations per training step; the last message is the expert's."""
+    rng = random.Random(BASE["seed"])
+    return [[demonstration(rng, pretraining=step < BASE["pretraining"] * BASE["steps"])
+             for _ in range(BASE["batch"])] for step in range(BASE["steps"])]
+
+
+def base_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+    """Byte-pair encoding that never merges across words or symbols: new code splits alike."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"```| ?\w+| ?[^\w\s]|\s"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=BASE["vocab"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"], show_progress=False))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>", chat_template=TEMPLATE)
+
+
+def train_base(batches: list[list[list[dict]]], device: str):
+    """(model, tokenizer): a small Llama, trained to predict every token of the demonstrations."""
+    torch.manual_seed(BASE["seed"])
+    tokenizer = base_tokenizer([m["content"] for batch in batches[::10] for d in batch for m in d])
+    sizes = {name: value for name, value in BASE.items() if "_" in name}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **sizes)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
+    warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 20, 4 * (1 - step / BASE["steps"])))
+    for batch in tqdm(batches, "training the base", disable=None, ncols=80):
+        rows = tokenizer.apply_chat_template(batch, padding=True, return_tensors="pt",
+                                             return_dict=True).to(device)
+        labels = rows.input_ids.masked_fill(rows.attention_mask == 0, -100)
+        optimizer.zero_grad()
+        model(**rows, labels=labels).loss.backward()
+        optimizer.step()
+        warmup_plateau_decay.step()
+    return model, tokenizer
+
+
+def embedded_base(folder: str, device: str) -> str:
+    """The folder of the base: trained at first, then reused until the recipe changes."""
+    batches, stamp = base_demonstrations(), Path(folder) / "made_with.json"
+    made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last batch hangs on all others
+    reused = stamp.exists() and stamp.read_text() == made_with
+    print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
+    if not reused:
+        stamp.unlink(missing_ok=True)
+        for part in train_base(batches, device):
+            part.save_pretrained(folder)
+        stamp.write_text(made_with)  # last: a base that was half saved has none
+    return folder
 
 
 if __name__ == "__main__":

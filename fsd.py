@@ -30,18 +30,22 @@ import argparse
 import copy
 import inspect
 import json
+import multiprocessing
+import os
 import random
 import re
+import statistics
 import sys
 import textwrap
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
 import envs
@@ -69,20 +73,27 @@ class Config:
     judge: str = "rule"  # who writes the hints: rule, or llm (a chat model)
     judge_model: str = ""  # of --judge llm, by hub name or folder; empty: the initial policy
     judge_noise: float = 0.0  # share of the judge's verdicts that are turned round
+    feedback: str = "failed"  # turns that get a hint: failed, all, or random (as many as failed)
+    kl: str = "forward"  # forward: KL(teacher || student); reverse: KL(student || teacher)
+    show_hints: bool = False  # let the policy see the hints too, in its training rollouts
     bonus: float = 0.2  # reward of a behaviour, times its share of turns; success is worth 1
     eval_episodes: int = 512  # held-out tasks, one episode each
     eval_every: int = 0  # steps between evaluations during training; 0: only before and after
     sample_rows: int = 512  # replies sampled at once: bounds the memory of a rollout
     batch_tokens: int = 8192  # of a micro-batch with its padding: bounds the memory of an update
     checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
+    compare: bool = False  # train all of ARMS over seeds instead; finished runs in OUT are kept
+    quick: bool = False  # compare the main arms only
+    seeds: int = 5  # to compare
 
     def __post_init__(self):
         self.base = self.base or f"{self.out}/base"
         self.judge = "llm" if self.judge_model else self.judge
-        choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm")
+        choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm",
+                       feedback="failed all random", kl="forward reverse")
         at_least = dict(seed=0, steps=1, tasks=1, group=2, temperature=1e-6, max_tokens=1, lr=1e-12,
                         warmup=0, coef=0, judge_noise=0, bonus=0, eval_episodes=1,
-                        eval_every=0, sample_rows=1, batch_tokens=1)
+                        eval_every=0, sample_rows=1, batch_tokens=1, seeds=1)
         for name, value in vars(self).items():
             if name in choices and value not in choices[name].split():
                 raise ValueError(f"--{name} {value}: choose one of {choices[name]}")
@@ -152,7 +163,7 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
         probe = replace(policy, temperature=1.0, max_tokens=8)
         replies, logprobs, _ = zip(*sample(probe, prompts, torch.Generator(device).manual_seed(0)))
         ids, logprobs = (torch.tensor(sum(x, []), device=device) for x in (replies, logprobs))
-        scores = F.log_softmax(logits(model, torch.cat(score(model, prompts, replies))), dim=-1)
+        scores = log_probs(model, torch.cat(score(model, prompts, replies)), 1.0)
         if not (scores.gather(1, ids[:, None])[:, 0] - logprobs).abs().max() < 1e-2:
             raise ValueError("its log-probs change with padding, or behind its output matrix: "
                              "this architecture cannot be scored here")
@@ -162,79 +173,6 @@ def load_policy(name: str, cfg: Config, device: str) -> Policy:
         for p in model.parameters():  # not the buffers: rotary frequencies need float32
             p.data = p.data.bfloat16()
     return policy
-
-
-# The embedded base stands in for a post-trained LLM: it solves the task sometimes, follows hints,
-# and never shows the behaviours unasked. Pre-training (a share of the steps) teaches it both
-# formats, post-training leaves the habitual one.
-BASE = dict(seed=0, steps=560, pretraining=0.5, batch=32, lr=3e-3, vocab=512, hidden_size=128,
-            intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=512, initializer_range=0.08, tie_word_embeddings=True)
-TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-
-
-def base_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """Byte-pair encoding that never merges across words or symbols: new code splits alike."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"```| ?\w+| ?[^\w\s]|\s"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=BASE["vocab"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"], show_progress=False))
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|end|>", chat_template=TEMPLATE)
-
-
-def base_demonstrations() -> list[list[list[dict]]]:
-    """A batch of conversations per training step; the last message is the expert's."""
-    rng, batches = random.Random(BASE["seed"]), []
-    for step in range(BASE["steps"]):
-        turns = [envs.demonstration(rng, pretraining=step < BASE["pretraining"] * BASE["steps"])
-                 for _ in range(BASE["batch"])]
-        batches.append([with_hint(messages, hint) + [{"role": "assistant", "content": reply}]
-                        for messages, hint, reply in turns])
-    return batches
-
-
-def train_base(batches: list[list[list[dict]]], device: str):
-    """(model, tokenizer): a small Llama, trained to predict every token of the demonstrations."""
-    torch.manual_seed(BASE["seed"])
-    tokenizer = base_tokenizer([m["content"] for batch in batches[::10] for d in batch for m in d])
-    sizes = {name: value for name, value in BASE.items() if "_" in name}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, **sizes)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
-    warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 20, 4 * (1 - step / BASE["steps"])))
-    for batch in tqdm(batches, "training the base", disable=None, ncols=80):
-        rows = tokenizer.apply_chat_template(batch, tokenize=True, return_dict=False)
-        hidden = torch.cat(score(model, [ids[:1] for ids in rows], [ids[1:] for ids in rows]))
-        targets = torch.tensor([i for ids in rows for i in ids[1:]], device=device)  # (N,)
-        loss = F.cross_entropy(logits(model, hidden), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        warmup_plateau_decay.step()
-    return model, tokenizer
-
-
-def embedded_base(cfg: Config, device: str) -> Policy:
-    """Trained at first, then read from its folder until the recipe or the environment changes."""
-    folder, batches = Path(cfg.base), base_demonstrations()
-    made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last batch hangs on all before it
-    stamp = folder / "made_with.json"  # written last: a base that was half saved has none
-    reused = stamp.exists() and stamp.read_text() == made_with
-    print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
-    if not reused:
-        stamp.unlink(missing_ok=True)
-        for part in train_base(batches, device):
-            part.save_pretrained(folder)
-        stamp.write_text(made_with)
-    return load_policy(str(folder), cfg, device)
 
 
 # ------------------------------------------------------------------------------------- rollouts
@@ -255,6 +193,10 @@ class Turn:
     hinted_prompt: list[int] = field(default_factory=list)  # the ids that the teacher sees
     advantage: float = 0.0  # of the episode that the turn belongs to
 
+    @property
+    def failed(self) -> bool:
+        return not all(self.shown.values())
+
 
 @dataclass
 class Episode:
@@ -267,17 +209,11 @@ class Episode:
         return self.env.success + bonus * sum(rate or 0 for rate in rates(self.turns).values())
 
 
-def with_hint(messages: list[dict], hint: str | None) -> list[dict]:
-    """The hint joins the last message: one of its own would break strict chat templates."""
-    if not hint:
-        return messages
-    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n{hint}"}]
-
-
 def render(policy: Policy, messages: list[dict], hint: str | None = None) -> list[int]:
     """The ids up to the policy's next reply, as the model's own chat template writes them."""
-    return policy.tokenizer.apply_chat_template(
-        with_hint(messages, hint), add_generation_prompt=True, tokenize=True, return_dict=False)
+    messages = envs.with_hint(messages, hint)
+    return policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                tokenize=True, return_dict=False)
 
 
 @torch.no_grad()
@@ -363,43 +299,37 @@ def rule_judge(turns: list[Turn]) -> list[str | None]:
     return [envs.hints(turn.task, turn.kind, turn.text) for turn in turns]
 
 
-JUDGE_PROMPT = """You check replies against a rule.
-Rule: RULE
-Answer GOOD if the reply follows the rule. If it breaks the rule, answer HINT: and repeat the rule.
-
-Reply:
-REPLY"""
-
-
 def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
     """A chat model reads each turn's text and the rules of the behaviours that apply to it."""
     judge, prompts = replace(judge, temperature=1e-6, max_tokens=64), []  # as good as greedy
     for turn in turns:
         rule = " ".join(b.rule(turn.task) for b in envs.BEHAVIOURS if b.kind == turn.kind)
-        content = JUDGE_PROMPT.replace("RULE", rule).replace("REPLY", turn.text)
+        content = envs.JUDGE_PROMPT.replace("RULE", rule).replace("REPLY", turn.text)
         prompts.append(render(judge, [{"role": "user", "content": content}]))
     fits = [len(prompt) + judge.max_tokens <= judge.max_context for prompt in prompts]
     answers = iter(sample(judge, [p for p, fit in zip(prompts, fits) if fit],
                           torch.Generator(judge.model.device)))
     replies = [next(answers)[0] if fit else [] for fit in fits]
-    return [read_verdict(judge.tokenizer.decode(ids, skip_special_tokens=True))
+    return [envs.read_verdict(judge.tokenizer.decode(ids, skip_special_tokens=True))
             if judge.stop_ids.intersection(ids) else "" for ids in replies]  # "" if it was cut
 
 
-def read_verdict(answer: str) -> str | None:
-    """None for GOOD, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
-    fence around the answer and a word before it (Verdict:, Answer:) are read over."""
-    verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
-                           r"(?:(GOOD)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
-                           answer.strip(), re.IGNORECASE)
-    return "" if not verdict else None if verdict[1] else verdict[2].strip()
+def altered(judge, cfg: Config):
+    """For comparison: hints on other turns than the failed ones, or verdicts turned round."""
+    rng = random.Random(cfg.seed)
+    flip = lambda verdict: verdict != "" and rng.random() < cfg.judge_noise
 
-
-def noisy(judge, share: float, rng: random.Random):
-    """A worse judge: this share of the verdicts becomes a miss or a false alarm."""
-    flipped = lambda verdict, turn: None if verdict else envs.hints(turn.task, turn.kind)
-    return lambda turns: [flipped(verdict, turn) if verdict != "" and rng.random() < share else
-                          verdict for verdict, turn in zip(judge(turns), turns)]
+    def altered_judge(turns: list[Turn]) -> list[str | None]:
+        verdicts = judge(turns)
+        hints = [envs.hints(turn.task, turn.kind) for turn in turns]  # good turns' hints too
+        if cfg.feedback == "all":
+            return hints
+        if cfg.feedback == "random":
+            chosen = rng.sample(range(len(turns)), sum(map(bool, verdicts)))
+            return [hint if i in chosen else None for i, hint in enumerate(hints)]
+        return [(None if verdict else hint) if flip(verdict) else verdict
+                for verdict, hint in zip(verdicts, hints)]
+    return altered_judge
 
 
 def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) -> dict:
@@ -410,10 +340,9 @@ def attach_hints(policy: Policy, turns: list[Turn], verdicts: list[str | None]) 
             hinted_prompt = render(policy, turn.messages, hint)
             if len(hinted_prompt) + len(turn.ids) <= policy.max_context:
                 turn.hint, turn.hinted_prompt = hint, hinted_prompt
-    failed = [not all(turn.shown.values()) for turn in turns]
     return {"judge_unusable": mean(verdict == "" for verdict in verdicts),
-            "judge_precision": mean(f for f, verdict in zip(failed, verdicts) if verdict),
-            "judge_recall": mean(bool(verdict) for f, verdict in zip(failed, verdicts) if f)}
+            "judge_precision": mean(t.failed for t, verdict in zip(turns, verdicts) if verdict),
+            "judge_recall": mean(bool(verdict) for t, verdict in zip(turns, verdicts) if t.failed)}
 
 
 # --------------------------------------------------------------------------------------- losses
@@ -445,6 +374,11 @@ def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
     return F.kl_div(student_logprobs, teacher_logprobs.detach(), reduction="sum", log_target=True)
 
 
+def reverse_distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
+    """sum_j KL(p_j || q_j), for comparison: the gradient on a logit is multiplied by p_j."""
+    return F.kl_div(teacher_logprobs.detach(), student_logprobs, reduction="sum", log_target=True)
+
+
 # --------------------------------------------------------------------------------------- update
 def score(model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[torch.Tensor, ...]:
     """Per reply, the (n, H) hidden states that predict its n tokens.
@@ -461,9 +395,10 @@ def score(model, prompts: list[list[int]], replies: list[list[int]]) -> tuple[to
     return tuple(h[len(p) - 1:len(p) + len(r) - 1] for h, p, r in zip(hidden, prompts, replies))
 
 
-def logits(model, hidden: torch.Tensor) -> torch.Tensor:
-    """(n, H) -> (n, V) in float32, for the softmax and the KL."""
-    return model.get_output_embeddings()(hidden).float()
+def log_probs(model, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(n, H) -> (n, V), of the distribution that is sampled from, in float32."""
+    logits = model.get_output_embeddings()(hidden).float()
+    return F.log_softmax(logits / temperature, dim=-1)
 
 
 def micro_batches(turns: list[Turn], batch_tokens: int):
@@ -481,23 +416,23 @@ def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config
 
     V is large, so logits exist for one turn at a time. Each turn leaves its gradient on the hidden
     states; from there, one pass for the whole batch goes back through the model."""
-    log_softmax = lambda logits: F.log_softmax(logits / cfg.temperature, dim=-1)
+    kl = distill_loss if cfg.kl == "forward" else reverse_distill_loss
     hidden = score(policy.model, [t.prompt for t in batch], [t.ids for t in batch])
-    hinted = [t for t in batch if t.hint]
+    failed = [t for t in batch if t.hint]
     with torch.no_grad():
-        teacher_hidden = iter(score(teacher, [t.hinted_prompt for t in hinted],
-                                    [t.ids for t in hinted]) if hinted else ())
+        teacher_hidden = iter(score(teacher, [t.hinted_prompt for t in failed],
+                                    [t.ids for t in failed]) if failed else ())
     leaves = [h.detach().requires_grad_() for h in hidden]
     for turn, leaf in zip(batch, leaves):
         ids, old_logprobs = (torch.tensor(x, device=leaf.device) for x in (turn.ids, turn.logprobs))
-        student = log_softmax(logits(policy.model, leaf))  # (n, V)
+        student = log_probs(policy.model, leaf, cfg.temperature)  # (n, V)
         logprobs = student.gather(1, ids[:, None])[:, 0]  # (n,)
         rl = grpo_loss(logprobs, old_logprobs, turn.advantage) / total
         distill = torch.zeros_like(rl)
         if turn.hint:
             with torch.no_grad():
-                teacher_logprobs = log_softmax(logits(teacher, next(teacher_hidden)))
-            distill = distill_loss(student, teacher_logprobs) / total
+                hinted = log_probs(teacher, next(teacher_hidden), cfg.temperature)
+            distill = kl(student, hinted) / total
         (rl + cfg.coef * distill).backward()
         stats["grpo_loss"] += rl.item()
         stats["distill_loss"] += distill.item()
@@ -536,7 +471,7 @@ def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
     """Steps 1 to 6 of the algorithm, once; returns the step's metrics."""
     start = time.perf_counter()
     tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
-    episodes = rollout(policy, tasks, cfg.group, generator)
+    episodes = rollout(policy, tasks, cfg.group, generator, cfg.show_hints)
     turns = [turn for episode in episodes for turn in episode.turns]
     verdicts = judge(turns) if cfg.method != "grpo" else [None] * len(turns)
     rollout_end = time.perf_counter()
@@ -569,36 +504,52 @@ def rates(turns: list[Turn]) -> dict[str, float | None]:
 
 
 def figures(episodes: list[Episode], cfg: Config) -> dict:
-    """Means over episodes, turns or tokens. A failed turn lacks a behaviour that applies."""
+    """Means over episodes, turns or tokens; some also over failed and over passed turns alone."""
     turns = [turn for episode in episodes for turn in episode.turns]
-    passed, failed = ([t for t in turns if all(t.shown.values()) is good] for good in (True, False))
-    return {"reward": mean(e.reward(cfg.bonus) for e in episodes),
-            "success": mean(e.env.success for e in episodes), **rates(turns),
-            "entropy": mean(h for t in turns for h in t.entropies),
-            "entropy_failed": mean(h for t in failed for h in t.entropies),
-            "entropy_passed": mean(h for t in passed for h in t.entropies),
-            "reply_tokens": mean(len(t.ids) for t in turns),
-            "truncated": mean(t.truncated for t in turns)}
+    result = {"reward": mean(e.reward(cfg.bonus) for e in episodes),
+              "success": mean(e.env.success for e in episodes), **rates(turns),
+              "truncated": mean(t.truncated for t in turns),
+              "reasoning": mean(len(envs.reasoning(t.text).split())  # words
+                                for t in turns if t.kind == "edit")}
+    for suffix, some in (("", turns), ("_failed", [t for t in turns if t.failed]),
+                         ("_passed", [t for t in turns if not t.failed])):
+        result["entropy" + suffix] = mean(h for t in some for h in t.entropies)
+        result["reply_tokens" + suffix] = mean(len(t.ids) for t in some)
+    return result
 
 
-def evaluate(policy: Policy, cfg: Config, hinted: bool = False) -> tuple[dict, list[Episode]]:
+def evaluate(policy: Policy, cfg: Config, hinted: bool = False, reworded: bool = False):
     """(figures, episodes) on the held-out tasks, always with the same seed, by default unhinted."""
-    tasks = [envs.make_task(envs.HELD_OUT + i) for i in range(cfg.eval_episodes)]
+    tasks = [envs.make_task(envs.HELD_OUT + i, reworded) for i in range(cfg.eval_episodes)]
     generator = torch.Generator(policy.model.device).manual_seed(0)
     episodes = rollout(policy, tasks, 1, generator, hinted)
     return {**figures(episodes, cfg), "episodes": len(episodes)}, episodes
 
 
-def show(title: str, episode: Episode):
-    """The episode as a conversation, with the rules' hint under each turn that failed."""
-    print(f"\n{f' {title} ':-^80}")
-    for turn, hint in zip(episode.turns, rule_judge(episode.turns)):
-        said = {"user": turn.messages[-1]["content"], "policy": turn.text, "(hint)": hint}
-        for who, text in said.items():
-            lines = [part for line in (text or "").split("\n") for part in textwrap.wrap(line, 70)]
-            if lines:
-                print(f"{who:>7}  " + f"\n{'':9}".join(lines))
-    print(" " * 9 + ("(the tests pass)" if episode.env.success else "(the tests fail)"))
+@torch.no_grad()
+def transcript(title: str, episode: Episode, policy: Policy, teacher) -> str:
+    """The episode as a conversation. In failed turns it marks the tokens where the hint moves the
+    policy by over one nat of KL, and gives both distributions where it moves it most."""
+    opening, closing = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+    decode, said = policy.tokenizer.decode, []
+    attach_hints(policy, episode.turns, rule_judge(episode.turns))
+    for turn in episode.turns:
+        said += [("user", turn.messages[-1]["content"]), ("policy", turn.text)]
+        if turn.hint:
+            views = (policy.model, turn.prompt), (teacher, turn.hinted_prompt)
+            student, hinted = (log_probs(model, *score(model, [prompt], [turn.ids]),
+                                         policy.temperature) for model, prompt in views)
+            kl = F.kl_div(student, hinted, reduction="none", log_target=True).sum(-1)  # (n,)
+            marked = "".join(f"{opening}{decode([i])}{closing}" if nats > 1 else decode([i])
+                             for i, nats in zip(turn.ids, kl) if i not in policy.stop_ids)
+            without, after = (", ".join(f"{decode([i])!r} {p:.2f}" for p, i in zip(*x.topk(2)))
+                              for x in (student[kl.argmax()].exp(), hinted[kl.argmax()].exp()))
+            said[-1:] = ("policy", marked), ("(hint)", f"{turn.hint}\n{without} -> {after}")
+    lines = [f"\n{f' {title} ':-^80}"]
+    for who, text in [*said, ("", f"(the tests {'pass' if episode.env.success else 'fail'})")]:
+        parts = [part for line in text.split("\n") for part in textwrap.wrap(line, 70)]
+        lines += [f"{name:>7}  {part}" for name, part in zip([who] + [""] * len(parts), parts)]
+    return "\n".join(lines)
 
 
 COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
@@ -639,29 +590,24 @@ def train(policy: Policy, teacher, judge, cfg: Config, metrics_file) -> BaseExce
         return error
 
 
-def main(argv: list[str] | None = None):
-    cfg = parse_args(argv)
+def run(cfg: Config) -> BaseException | None:
+    """Evaluates, trains, evaluates, into the folder OUT; returns what ended it early, if any."""
     out = Path(cfg.out)
-    try:  # all folders, before any work
-        for folder in [out / "policy"] + [Path(cfg.base)] * (not cfg.model):
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = accelerator.type if accelerator else "cpu"
-    policy = load_policy(cfg.model, cfg, device) if cfg.model else embedded_base(cfg, device)
+    policy = load_policy(cfg.model or envs.embedded_base(cfg.base, device), cfg, device)
     initial = policy  # copied where the initial weights are needed later on
     if cfg.method != "grpo" and (cfg.teacher == "frozen" or cfg.judge == "llm"):
         initial = replace(policy, model=copy.deepcopy(policy.model))
     teacher = initial.model if cfg.teacher == "frozen" else policy.model
     judge_policy = load_policy(cfg.judge_model, cfg, device) if cfg.judge_model else initial
     judge = rule_judge if cfg.judge == "rule" else lambda turns: llm_judge(judge_policy, turns)
-    judge = noisy(judge, cfg.judge_noise, random.Random(cfg.seed))
+    judge = altered(judge, cfg)
     if cfg.checkpointing:
         policy.model.activation_checkpointing_enable()
 
     print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints\n{HEADER}")
-    before, episodes_before = evaluate(policy, cfg)
+    before, episodes = evaluate(policy, cfg)
     print(row("before", before))
     hinted, _ = evaluate(policy, cfg, hinted=True)
     print(row("hinted", hinted))
@@ -673,23 +619,150 @@ def main(argv: list[str] | None = None):
         if (hinted[b.name] or 0) < 0.5:
             print(f"{b.name} is not teachable: {hinted[b.name] or 0:.0%} of its hints are followed")
 
+    shown_before = transcript("before", episodes[0], policy, policy.model)
     (out / "summary.json").unlink(missing_ok=True)  # an earlier run's
     with (out / "metrics.jsonl").open("w") as metrics_file:
         stopped = train(policy, teacher, judge, cfg, metrics_file)
     for part in (policy.model, policy.tokenizer):
         part.save_pretrained(out / "policy")
-    summary = dict(config=asdict(cfg), before=before, hinted=hinted, after=None)
+    summary = dict(config=asdict(cfg), before=before, hinted=hinted, after=None, reworded=None)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if stopped:
         print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
-        sys.exit(130 if isinstance(stopped, KeyboardInterrupt) else 1)
+        return stopped
 
-    summary["after"], episodes_after = evaluate(policy, cfg)
+    summary["after"], episodes = evaluate(policy, cfg)
     print(row("after", summary["after"]))
+    summary["reworded"], _ = evaluate(policy, cfg, reworded=True)
+    print(row("reworded", summary["reworded"]))
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
-    show("before", episodes_before[0])
-    show("after", episodes_after[0])
+    print(shown_before, transcript("after", episodes[0], policy, teacher), sep="\n")
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
+
+
+# --------------------------------------------------------------------------------- the evidence
+# An arm is a run that differs from the default one in what is named here, and only there.
+ARMS = {"grpo": dict(method="grpo"), "distill": dict(method="distill"), "fsd": {},
+        "all": dict(feedback="all"), "random": dict(feedback="random"),
+        "live": dict(teacher="live"), "reverse": dict(kl="reverse"),
+        "shown": dict(show_hints=True)}
+QUICK = ["grpo", "distill", "fsd", "all"]
+CURVES = ["success", *(b.name for b in envs.BEHAVIOURS)]
+# Half the width of a 95 % interval in standard errors (Student's t), by the number of seeds
+STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def run_arm(cfg: Config) -> dict:
+    """The run's summary and curves: from its folder if it has finished there, else by running it
+    in this process, on one core, with its output in log.txt. A diverged run has curves only."""
+    out = Path(cfg.out)
+    load = lambda: json.loads((out / "summary.json").read_text())
+    finished = (out / "summary.json").exists() and load()["config"] == asdict(cfg)
+    if not finished or not load()["after"]:
+        out.mkdir(exist_ok=True)
+        torch.set_num_threads(1)
+        with (out / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            if isinstance(stopped := run(cfg), KeyboardInterrupt):
+                raise stopped
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    curves = [[line[name] or 0.0 for name in CURVES] for line in lines]
+    return {**load(), "curves": dict(zip(CURVES, zip(*curves)))}
+
+
+def outcomes(run: dict) -> dict:
+    """The run's columns of the tables, all without hints; ' is for tasks in other words."""
+    after, reworded, curve = run["after"] or {}, run["reworded"] or {}, run["curves"]["success"]
+    return {**{name: after.get(name) for name in CURVES}, "entropy": after.get("entropy_passed"),
+            "tokens": after.get("reply_tokens"), "reasoning": after.get("reasoning"),
+            "worst": min(mean(curve[i:i + 5]) for i in range(max(1, len(curve) - 4))),
+            **{f"{name}'": reworded.get(name) for name in CURVES}}
+
+
+def interval(values: list[float | None]) -> str:
+    """Mean ± half the width of its 95 % interval over seeds; - where a run has no value."""
+    if None in values:
+        return "-"
+    digits = 2 if mean(values) < 10 else 1
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    half = STUDENT_T.get(len(values), 2.26) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.{digits}f}±{half:.{digits}f}"
+
+
+def blocks(runs: list[dict], name: str, n: int) -> list[float]:
+    """A curve of the training rollouts, mean over the runs and over each of n blocks of steps."""
+    curve = [mean(values) for values in zip(*(run["curves"][name] for run in runs))]
+    cuts = [i * len(curve) // n for i in range(n + 1)]
+    return [mean(curve[a:b]) for a, b in zip(cuts, cuts[1:]) if a < b]
+
+
+def report(results: dict[str, list[dict]]) -> str:
+    """The tables and curves; prints the former, and returns the latter as a chart for a README."""
+    base = {"after": results["fsd"][0]["before"], "reworded": None, "curves": {"success": []}}
+    rows = {"base": [outcomes(base)],
+            **{arm: [outcomes(run) for run in runs] for arm, runs in results.items()}}
+    names = list(outcomes(base))
+    for columns in names[:7], names[7:]:
+        print(f"\n{'':8}" + "".join(f"{name:>10}" for name in columns))
+        for arm, seeds in rows.items():
+            cells = (interval([seed[name] for seed in seeds]) for name in columns)
+            print(f"{arm:8}" + "".join(f"{cell:>10}" for cell in cells))
+    print(f"\n{'':8}" + "".join(f"{name:>22}" for name in CURVES))
+    for arm, runs in results.items():
+        bars = lambda curve: "".join(" ▁▂▃▄▅▆▇█"[int(8.99 * rate)] for rate in curve)
+        print(f"{arm:8}" + "".join(f"{bars(blocks(runs, c, 20)):>22}" for c in CURVES))
+    lines = [("fsd", name) for name in CURVES] + [("grpo", CURVES[1])]
+    lines = [[round(v, 2) for v in blocks(results[arm], name, 15)] for arm, name in lines]
+    return "\n".join(["```mermaid", "xychart-beta", "    x-axis training 0 --> 1",
+                      "    y-axis rate 0 --> 1", *(f"    line {line}" for line in lines), "```"])
+
+
+def picture(results: dict[str, list[dict]], path: Path):
+    """The training curves of all arms, means and ranges over seeds, where matplotlib is there."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return print("\nno curves.png: matplotlib is not installed")
+    figure, axes = pyplot.subplots(1, len(CURVES), figsize=(15, 4), sharey=True)
+    for axis, name in zip(axes, CURVES):
+        for arm, runs in results.items():
+            curves = torch.tensor([blocks([run], name, 30) for run in runs])  # (seeds, blocks)
+            axis.plot(curves.mean(0), label=arm)
+            axis.fill_between(range(curves.shape[1]), curves.amin(0), curves.amax(0), alpha=0.2)
+        axis.set(title=name, xlabel="training")
+    axes[0].legend()
+    figure.savefig(path)
+
+
+def compare(cfg: Config):
+    """Trains each arm with each seed, a process per core, and reports what came of it."""
+    out = Path(cfg.out)
+    common = dict(compare=False, quick=False, seeds=Config.seeds)
+    arms = {arm: changes for arm, changes in ARMS.items() if arm in QUICK or not cfg.quick}
+    runs = [replace(cfg, **common, **changes, seed=seed, out=f"{out}/{arm}-{seed}")
+            for seed in range(cfg.seeds) for arm, changes in arms.items()]
+    if not cfg.model:
+        envs.embedded_base(cfg.base, "cpu")  # once, and not in every process
+    processes = 1 if cfg.model else os.cpu_count()  # of a large model, memory holds one
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        done = list(tqdm(pool.map(run_arm, runs), "runs", len(runs), disable=None, ncols=80))
+    results = {arm: done[i::len(arms)] for i, arm in enumerate(arms)}
+    (out / "compare.json").write_text(json.dumps(results))
+    (out / "chart.md").write_text(report(results))
+    picture(results, out / "curves.png")
+    print(f"written to {out}: compare.json, chart.md, and a folder for each run")
+
+
+def main(argv: list[str] | None = None):
+    cfg = parse_args(argv)
+    try:  # before any work
+        for folder in [cfg.out] if cfg.model else [cfg.out, cfg.base]:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
+    stopped = compare(cfg) if cfg.compare else run(cfg)
+    if stopped:
+        sys.exit(130 if isinstance(stopped, KeyboardInterrupt) else 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")  # before torch is imported
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -33,8 +34,8 @@ RIGHT = "def f(x): return (x * 2) + 5"
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    demonstrations = sum(fsd.base_demonstrations()[:10], [])
-    return fsd.base_tokenizer([m["content"] for messages in demonstrations for m in messages])
+    demonstrations = sum(envs.base_demonstrations()[:10], [])
+    return envs.base_tokenizer([m["content"] for messages in demonstrations for m in messages])
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -94,14 +95,17 @@ def test_tasks_are_functions_of_their_seed_and_held_out_steps_are_never_trained_
     train, held_out = draw(0), draw(envs.HELD_OUT)
     assert train == draw(0) and held_out == draw(envs.HELD_OUT)
     assert not {t.steps for t in train} & {t.steps for t in held_out}
+    reworded = envs.make_task(envs.HELD_OUT, reworded=True)
+    assert dataclasses.replace(reworded, reworded=False) == held_out[0]
+    asked = [envs.Repair(task) for task in (held_out[0], reworded)]
+    assert asked[0].first_message() != asked[1].first_message()
+    assert len({env.step(f"```\n{env.task.source(env.task.steps)}```") for env in asked}) == 2
 
 
 def test_the_interpreter_agrees_with_python():
     """Oracle: Python itself, on sources of our own. A wrong interpreter would reward wrong code."""
     bodies = ["return (x * 3) - 5", "y = x + 1\n    y *= 2\n    return y", "pass",
-              "return -x if x > 0 else abs(x) // 2", "return 1 < x <= 4 or x",
-              "if x < 0 and not x == -3:\n        return 1\n    elif x % 2:\n        return 2\n"
-              "    return x ** 2", "'doc'\n    return max(x, 2, min(x, 1)) + int(7 / 2)"]
+              "'doc'\n    return -x % 3 + x // 2 - (+7 / 2)"]
     for body in bodies:
         source, names = f"def f(x: int) -> int:\n    {body}\n", {}
         exec(source, names)
@@ -115,7 +119,8 @@ HOSTILE = [
     "0x" + "f" * 1500, "int(1e308 * 10)", "int('9' * 9)", "int(x, 2)", "min()", "max(x)", "1 % 0",
     "(" * 900 + "x" + ")" * 900, "-" * 1900 + "x", "[" * 500, "x" + " + x" * 2_000_000, "f(x)",
     "__import__('os').system('exit')", "().__class__", "open('/etc/passwd')", "'a' * 10**9",
-    "[0] * 10**9", "lambda: x", "f'{x}'", "(x := 10**9)", "undefined", "x\x00", "x \ud800",
+    "x if x else x", "x < 2", "x and x", "not x", "[0] * 10**9", "lambda: x", "f'{x}'",
+    "(x := 10**9)", "undefined", "x\x00", "x \ud800",
     "x\n    while True: pass", "x\n    global f", "x\n    abs = min = print", "<patch>" * 300_000]
 
 
@@ -168,7 +173,7 @@ def test_a_hint_speaks_of_its_own_turn_and_a_good_turn_gets_none():
         assert envs.hints(TASK, "commit", bad)
 
 
-@pytest.mark.parametrize("template", [fsd.TEMPLATE, STRICT])
+@pytest.mark.parametrize("template", [envs.TEMPLATE, STRICT])
 def test_contexts_are_the_templates_own_and_hints_add_no_message(policy, template, monkeypatch):
     monkeypatch.setattr(policy.tokenizer, "chat_template", template)
     for turn in (t for e in fsd.rollout(policy, [TASK], 3, generator()) for t in e.turns):
@@ -194,8 +199,8 @@ def test_sampler_and_scorer_agree_at_any_padding_and_temperature(policy):
         oracle = [distribution(policy, policy.model, p, r) for p, r in zip(prompts, replies)]
         expected = torch.cat([d.log_prob(torch.tensor(r)) for d, r in zip(oracle, replies)])
         assert torch.allclose(torch.tensor(sum(logprobs, [])), expected, atol=1e-4)
-        scored = Categorical(logits=fsd.logits(policy.model, scored) / policy.temperature)
-        scored = scored.log_prob(torch.tensor(sum(replies, [])))
+        scored = fsd.log_probs(policy.model, scored, policy.temperature)
+        scored = Categorical(logits=scored).log_prob(torch.tensor(sum(replies, [])))
         assert torch.allclose(scored, expected, atol=1e-4)
         expected = torch.cat([d.entropy() for d in oracle])
         assert torch.allclose(torch.tensor(sum(entropies, [])), expected, atol=1e-3)
@@ -265,9 +270,10 @@ def test_distill_loss_is_the_kl_of_teacher_to_student():
     teacher, student = torch.tensor([[0.9, 0.05, 0.05]]), torch.tensor([[0.05, 0.05, 0.9]])
     assert fsd.distill_loss(student.log(), teacher.log()).item() == pytest.approx(2.457, abs=1e-3)
     p, q = torch.randn(2, 7, 5, generator=generator()).log_softmax(-1)
-    oracle = kl_divergence(Categorical(logits=q), Categorical(logits=p))
-    each = torch.stack([fsd.distill_loss(a[None], b[None]) for a, b in zip(p, q)])
-    assert torch.allclose(each, oracle) and (each > 0).all() and fsd.distill_loss(p, p) == 0
+    for loss, (a, b) in ((fsd.distill_loss, (q, p)), (fsd.reverse_distill_loss, (p, q))):
+        oracle = kl_divergence(Categorical(logits=a), Categorical(logits=b))
+        each = torch.stack([loss(x[None], y[None]) for x, y in zip(p, q)])
+        assert torch.allclose(each, oracle) and (each > 0).all() and loss(p, p) == 0
     # the gradient is p - q, also where the student never goes
     z = torch.tensor([[0.0, 0.0, -30.0]], dtype=torch.float64, requires_grad=True)
     q = student.double().requires_grad_()
@@ -347,7 +353,7 @@ def test_bf16_keeps_updates_that_are_smaller_than_its_precision(policy, monkeypa
     ("HINT: " + "x" * 300, ""), ("FAIL", ""), ("{\"verdict\": \"GOOD\"}", ""), ("\x00\ud800", "")])
 def test_the_judges_answer_is_read_strictly(answer, verdict):
     """A lenient reader would call junk a pass, or teach it as a hint."""
-    assert fsd.read_verdict(answer) == verdict
+    assert envs.read_verdict(answer) == verdict
 
 
 def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
@@ -366,10 +372,14 @@ def test_no_answer_of_a_judge_can_stop_training_or_teach(policy, monkeypatch):
     assert (stats["judge_precision"], stats["judge_recall"], stats["judge_unusable"]) == (0.5, 1, 0)
 
 
-def test_a_noisy_judge_misses_and_raises_false_alarms(policy):
+def test_noise_misses_and_raises_false_alarms_and_random_hints_keep_the_dose(policy):
     turns = [make_turn(policy, "ok"), make_turn(policy, "fix(f): now")] * 500
-    wrong = fsd.noisy(fsd.rule_judge, 0.3, random.Random(0))(turns)
+    wrong = fsd.altered(fsd.rule_judge, fsd.Config(judge_noise=0.3))(turns)
     assert 120 < wrong[::2].count(None) < 180 and 120 < sum(map(bool, wrong[1::2])) < 180
+    everywhere = fsd.altered(fsd.rule_judge, fsd.Config(feedback="all"))(turns)
+    assert everywhere == [envs.hints(TASK, "commit")] * 1000
+    at_random = fsd.altered(fsd.rule_judge, fsd.Config(feedback="random"))(turns)
+    assert sum(map(bool, at_random)) == 500 and 200 < sum(map(bool, at_random[::2])) < 300
 
 
 def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
@@ -384,12 +394,13 @@ def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
     optimizer = torch.optim.AdamW([p.detach() for p in policy.model.parameters()])
     metrics = fsd.train_step(policy, teacher, fsd.rule_judge, optimizer, random.Random(0),
                              generator(), cfg)
-    has_hint = lambda ids: bool(re.search("Wrap your answer in|Use the format",
+    has_hint = lambda ids: bool(re.search("Start your code with|Use the format",
                                           policy.tokenizer.decode(ids)))
     assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
     assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
-    for hinted in (False, True):
-        turns = [t for e in fsd.evaluate(policy, cfg, hinted)[1] for t in e.turns]
+    for hinted in (False, True):  # but where the settings show it to the policy
+        shown = fsd.rollout(policy, [TASK], 1, generator(), hinted)[0].turns
+        turns = shown + [t for e in fsd.evaluate(policy, cfg, hinted)[1] for t in e.turns]
         assert all(has_hint(t.prompt) == hinted for t in turns)
         assert not any(has_hint(fsd.render(policy, t.messages)) for t in turns)
 
@@ -408,11 +419,24 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
     assert metrics["flat_groups"] == 0.5
 
 
+def test_the_transcript_marks_the_tokens_where_the_hint_speaks(policy):
+    """Oracle: KL per token of two unpadded rows."""
+    episode, = fsd.rollout(policy, [TASK], 1, generator())
+    text = fsd.transcript("before", episode, policy, policy.model)
+    nats = []
+    for t in episode.turns:
+        views = [distribution(policy, policy.model, prompt, t.ids) for prompt in
+                 (t.hinted_prompt, t.prompt)]
+        nats += kl_divergence(*views).tolist()[:len(t.ids) - (not t.truncated)]
+    assert text.count("[[") == sum(k > 1 for k in nats) not in (0, len(nats))
+    assert text.count("(hint)") == len(episode.turns) == 3
+
+
 # --------------------------------------------------------------------------------- the real main
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """A base that is trained for a few steps only: all of the real code, none of the skill."""
-    fsd.BASE.update(steps=12, batch=8, hidden_size=32, num_hidden_layers=2)
+    envs.BASE.update(steps=12, batch=8, hidden_size=32, num_hidden_layers=2)
     return tmp_path_factory.mktemp("base")
 
 
@@ -438,6 +462,31 @@ def test_main_runs_end_to_end(tmp_path, base, method, capsys):
     assert max(map(len, output.splitlines())) <= 80 and re.search("before.*after", output, re.S)
 
 
+def test_compare_resumes_and_its_arms_differ_where_they_say(tmp_path, base, capsys):
+    """Real processes. A run that was not finished is made again, a finished one is read."""
+    run(tmp_path / "x", base)
+    flags = (f"--compare --quick --seeds 2 --model {tmp_path}/x/policy --out {tmp_path}/c "
+             "--steps 2 --tasks 2 --group 2 --eval_episodes 2 --max_tokens 12").split()
+    tables, results, made = [], [], []
+    for interrupted in (False, True):
+        if interrupted:
+            (tmp_path / "c/fsd-1/summary.json").unlink()
+        capsys.readouterr()
+        fsd.main(flags)
+        tables.append(capsys.readouterr().out.replace(str(tmp_path), "OUT"))
+        results.append(json.loads((tmp_path / "c/compare.json").read_text()))
+        made.append({path.parent.name: path.stat().st_mtime_ns
+                     for path in tmp_path.glob("c/*/summary.json")})
+    assert tables[0] == tables[1] and results[0] == results[1] and len(made[0]) == 8
+    assert [name for name in made[0] if made[0][name] != made[1][name]] == ["fsd-1"]
+    assert max(map(len, tables[0].splitlines())) <= 80 and tables[0].count("±") > 20
+    default = results[0]["fsd"][0]["config"]
+    for arm, runs in results[0].items():
+        for seed, result in enumerate(runs):
+            own = dict(seed=seed, out=f"{tmp_path}/c/{arm}-{seed}")
+            assert result["config"] == {**default, **fsd.ARMS[arm], **own}
+
+
 def test_one_seed_one_result(tmp_path, base):
     results = [run(tmp_path / name, base, "--seed", name[0])[0] for name in ("3a", "3b", "4")]
     for line in sum(results, []):
@@ -447,7 +496,7 @@ def test_one_seed_one_result(tmp_path, base):
 
 def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, monkeypatch):
     for lr, said in ((1, "training for"), (1, "reusing"), (2, "training for")):
-        monkeypatch.setitem(fsd.BASE, "lr", lr * 0.001)
+        monkeypatch.setitem(envs.BASE, "lr", lr * 0.001)
         run(tmp_path, tmp_path / "b")
         assert said in capsys.readouterr().out
 
