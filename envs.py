@@ -16,12 +16,12 @@ loops and no calls, so it takes a step per node of the tree at most.
 
     python envs.py [SEED]    plays one scripted episode
 """
-import argparse
 import ast
 import json
 import operator
 import random
 import re
+import sys
 import textwrap
 import warnings
 from dataclasses import dataclass
@@ -95,8 +95,7 @@ def make_task(seed: int, reworded: bool = False) -> Task:
     bug = random_steps(rng)
     while all(follow(bug, x) == follow(steps, x) for x in inputs):
         bug = random_steps(rng)
-    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs,
-                reworded)
+    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs, reworded)
 
 
 # ------------------------------------------------- the safe interpreter for model-written code
@@ -114,10 +113,8 @@ def value_of(node: ast.expr, names: dict):
     match node:
         case ast.Constant(value=bool() | int() | float() as value):
             return value
-        case ast.Name(id=name):
-            if name in names:
-                return names[name]
-            raise Refused(f"the name {name} is not defined")
+        case ast.Name(id=name) if name in names:
+            return names[name]
         case ast.BinOp(left, op, right) if type(op) in OPERATORS:
             value = OPERATORS[type(op)](value_of(left, names), value_of(right, names))
             if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -125,9 +122,7 @@ def value_of(node: ast.expr, names: dict):
             return value
         case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](value_of(operand, names))
-        case ast.BinOp(op=op) | ast.UnaryOp(op=op):
-            node = op
-    raise Refused(f"{type(node).__name__} is not supported here")
+    raise Refused(f"{ast.unparse(node)[:50]} is not supported here")
 
 
 def run_function(function: ast.FunctionDef, x: int):
@@ -147,10 +142,8 @@ def run_function(function: ast.FunctionDef, x: int):
                     pass
                 case _:
                     raise Refused(f"{type(statement).__name__} is not supported here")
-    except (ArithmeticError, TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError, RecursionError) as error:
         raise Refused(f"{type(error).__name__}: {error}") from None
-    except RecursionError:
-        raise Refused("the code is nested too deeply") from None
 
 
 # --------------------------------------------------------------------------- reading a reply
@@ -203,11 +196,6 @@ def uses_patch(task: Task, reply: str) -> bool:
         return read_edit(task, reply)[1]
     except Refused:
         return False
-
-
-def reasoning(reply: str) -> str:
-    """What an edit says before its code."""
-    return re.split("```|<patch>|def ", reply)[0]
 
 
 def uses_style(task: Task, reply: str) -> bool:
@@ -384,23 +372,22 @@ def train_base(batches: list[list[list[dict]]], device: str):
         vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, **sizes)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE["lr"], betas=(0.9, 0.95))
-    warmup_plateau_decay = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 20, 4 * (1 - step / BASE["steps"])))
-    for batch in tqdm(batches, "training the base", disable=None, ncols=80):
+    for step, batch in enumerate(tqdm(batches, "training the base", disable=None, ncols=80)):
+        warmup, decay = (step + 1) / 20, 4 * (1 - step / BASE["steps"])
+        optimizer.param_groups[0]["lr"] = BASE["lr"] * min(1, warmup, decay)
         rows = tokenizer.apply_chat_template(batch, padding=True, return_tensors="pt",
                                              return_dict=True).to(device)
         labels = rows.input_ids.masked_fill(rows.attention_mask == 0, -100)
         optimizer.zero_grad()
         model(**rows, labels=labels).loss.backward()
         optimizer.step()
-        warmup_plateau_decay.step()
     return model, tokenizer
 
 
 def embedded_base(folder: str, device: str) -> str:
     """The folder of the base: trained at first, then reused until the recipe changes."""
     batches, stamp = base_demonstrations(), Path(folder) / "made_with.json"
-    made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last batch hangs on all others
+    made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last depends on all before
     reused = stamp.exists() and stamp.read_text() == made_with
     print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
     if not reused:
@@ -412,9 +399,7 @@ def embedded_base(folder: str, device: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plays one scripted episode.")
-    parser.add_argument("seed", type=int, nargs="?", default=0)
-    seed = parser.parse_args().seed
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     rng, env = random.Random(seed), Repair(make_task(seed))
     message = env.first_message()
     while message:

@@ -31,7 +31,6 @@ import copy
 import inspect
 import json
 import multiprocessing
-import os
 import random
 import re
 import statistics
@@ -87,6 +86,7 @@ class Config:
     seeds: int = 5  # to compare
 
     def __post_init__(self):
+        self.out = str(Path(self.out))  # without a trailing slash
         self.base = self.base or f"{self.out}/base"
         self.judge = "llm" if self.judge_model else self.judge
         choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm",
@@ -317,18 +317,17 @@ def llm_judge(judge: Policy, turns: list[Turn]) -> list[str | None]:
 def altered(judge, cfg: Config):
     """For comparison: hints on other turns than the failed ones, or verdicts turned round."""
     rng = random.Random(cfg.seed)
-    flip = lambda verdict: verdict != "" and rng.random() < cfg.judge_noise
 
     def altered_judge(turns: list[Turn]) -> list[str | None]:
         verdicts = judge(turns)
-        hints = [envs.hints(turn.task, turn.kind) for turn in turns]  # good turns' hints too
-        if cfg.feedback == "all":
-            return hints
+        hinted = [bool(verdict) or cfg.feedback == "all" for verdict in verdicts]
         if cfg.feedback == "random":
-            chosen = rng.sample(range(len(turns)), sum(map(bool, verdicts)))
-            return [hint if i in chosen else None for i, hint in enumerate(hints)]
-        return [(None if verdict else hint) if flip(verdict) else verdict
-                for verdict, hint in zip(verdicts, hints)]
+            rng.shuffle(hinted)  # as many as had failed
+        hinted = [yes != (rng.random() < cfg.judge_noise) for yes in hinted]
+        # a good turn's verdict holds no hint; an unusable one stays unusable
+        hints = [verdict or envs.hints(t.task, t.kind) for verdict, t in zip(verdicts, turns)]
+        return [verdict if verdict == "" else hint if yes else None
+                for verdict, hint, yes in zip(verdicts, hints, hinted)]
     return altered_judge
 
 
@@ -375,7 +374,7 @@ def distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
 
 
 def reverse_distill_loss(student_logprobs, teacher_logprobs) -> torch.Tensor:
-    """sum_j KL(p_j || q_j), for comparison: the gradient on a logit is multiplied by p_j."""
+    """sum_j KL(p_j || q_j), for comparison: a logit's gradient carries a factor p_j(v)."""
     return F.kl_div(teacher_logprobs.detach(), student_logprobs, reduction="sum", log_target=True)
 
 
@@ -509,8 +508,8 @@ def figures(episodes: list[Episode], cfg: Config) -> dict:
     result = {"reward": mean(e.reward(cfg.bonus) for e in episodes),
               "success": mean(e.env.success for e in episodes), **rates(turns),
               "truncated": mean(t.truncated for t in turns),
-              "reasoning": mean(len(envs.reasoning(t.text).split())  # words
-                                for t in turns if t.kind == "edit")}
+              "reasoning": mean(len(re.split("```|<patch>|def ", t.text)[0].split())
+                                for t in turns if t.kind == "edit")}  # words before the code
     for suffix, some in (("", turns), ("_failed", [t for t in turns if t.failed]),
                          ("_passed", [t for t in turns if not t.failed])):
         result["entropy" + suffix] = mean(h for t in some for h in t.entropies)
@@ -547,7 +546,7 @@ def transcript(title: str, episode: Episode, policy: Policy, teacher) -> str:
             said[-1:] = ("policy", marked), ("(hint)", f"{turn.hint}\n{without} -> {after}")
     lines = [f"\n{f' {title} ':-^80}"]
     for who, text in [*said, ("", f"(the tests {'pass' if episode.env.success else 'fail'})")]:
-        parts = [part for line in text.split("\n") for part in textwrap.wrap(line, 70)]
+        parts = [part for line in text.split("\n") for part in textwrap.wrap(line, 70) or [""]]
         lines += [f"{name:>7}  {part}" for name, part in zip([who] + [""] * len(parts), parts)]
     return "\n".join(lines)
 
@@ -606,11 +605,14 @@ def run(cfg: Config) -> BaseException | None:
     if cfg.checkpointing:
         policy.model.activation_checkpointing_enable()
 
-    print(f"evaluating it on {cfg.eval_episodes} held-out tasks, without and with hints\n{HEADER}")
+    print(f"evaluating on {cfg.eval_episodes} held-out tasks: as they are, with hints, in other "
+          f"words\n{HEADER}")
     before, episodes = evaluate(policy, cfg)
     print(row("before", before))
     hinted, _ = evaluate(policy, cfg, hinted=True)
     print(row("hinted", hinted))
+    reworded, _ = evaluate(policy, cfg, reworded=True)
+    print(row("reworded", reworded))
     if before["reply_tokens"] is None:
         raise SystemExit(f"--max_tokens {cfg.max_tokens}: the context of the model is too short")
     for b in envs.BEHAVIOURS:
@@ -625,7 +627,8 @@ def run(cfg: Config) -> BaseException | None:
         stopped = train(policy, teacher, judge, cfg, metrics_file)
     for part in (policy.model, policy.tokenizer):
         part.save_pretrained(out / "policy")
-    summary = dict(config=asdict(cfg), before=before, hinted=hinted, after=None, reworded=None)
+    summary = dict(config=asdict(cfg), before=before, hinted=hinted, reworded_before=reworded,
+                   after=None, reworded_after=None)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if stopped:
         print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
@@ -633,8 +636,8 @@ def run(cfg: Config) -> BaseException | None:
 
     summary["after"], episodes = evaluate(policy, cfg)
     print(row("after", summary["after"]))
-    summary["reworded"], _ = evaluate(policy, cfg, reworded=True)
-    print(row("reworded", summary["reworded"]))
+    summary["reworded_after"], _ = evaluate(policy, cfg, reworded=True)
+    print(row("reworded", summary["reworded_after"]))
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(shown_before, transcript("after", episodes[0], policy, teacher), sep="\n")
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
@@ -652,34 +655,46 @@ CURVES = ["success", *(b.name for b in envs.BEHAVIOURS)]
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
+def finished(cfg: Config) -> bool:
+    """Has this run, with these settings and on this base, got to its last evaluation?"""
+    summary, base = Path(cfg.out, "summary.json"), Path(cfg.base, "made_with.json")
+    if not summary.exists() or base.exists() and base.stat().st_mtime > summary.stat().st_mtime:
+        return False
+    found = json.loads(summary.read_text())
+    return found["config"] == asdict(cfg) and found["reworded_after"] is not None
+
+
 def run_arm(cfg: Config) -> dict:
     """The run's summary and curves: from its folder if it has finished there, else by running it
-    in this process, on one core, with its output in log.txt. A diverged run has curves only."""
+    in this process, with its output in log.txt. A curve ends in zeros where the run diverged."""
     out = Path(cfg.out)
-    load = lambda: json.loads((out / "summary.json").read_text())
-    finished = (out / "summary.json").exists() and load()["config"] == asdict(cfg)
-    if not finished or not load()["after"]:
+    if not finished(cfg):
         out.mkdir(exist_ok=True)
-        torch.set_num_threads(1)
-        with (out / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-            if isinstance(stopped := run(cfg), KeyboardInterrupt):
-                raise stopped
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    curves = [[line[name] or 0.0 for name in CURVES] for line in lines]
-    return {**load(), "curves": dict(zip(CURVES, zip(*curves)))}
+        if not cfg.model:
+            torch.set_num_threads(1)  # the other cores have runs of their own
+        with (out / "log.txt").open("w", errors="replace") as log:
+            with redirect_stdout(log), redirect_stderr(log):
+                stopped = run(cfg)
+        if stopped and not isinstance(stopped, FloatingPointError):
+            raise stopped
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps += [dict.fromkeys(CURVES)] * (cfg.steps - len(steps))
+    return {**json.loads((out / "summary.json").read_text()),
+            "curves": {name: [step[name] or 0.0 for step in steps] for name in CURVES}}
 
 
-def outcomes(run: dict) -> dict:
-    """The run's columns of the tables, all without hints; ' is for tasks in other words."""
-    after, reworded, curve = run["after"] or {}, run["reworded"] or {}, run["curves"]["success"]
-    return {**{name: after.get(name) for name in CURVES}, "entropy": after.get("entropy_passed"),
-            "tokens": after.get("reply_tokens"), "reasoning": after.get("reasoning"),
-            "worst": min(mean(curve[i:i + 5]) for i in range(max(1, len(curve) - 4))),
-            **{f"{name}'": reworded.get(name) for name in CURVES}}
+def outcomes(after: dict | None, reworded: dict | None, success_curve: list[float]) -> dict:
+    """A run's columns of the tables; ' is for tasks in other words, "worst" the lowest success
+    over five consecutive steps of training."""
+    windows = [success_curve[i:i + 5] for i in range(max(1, len(success_curve) - 4))]
+    names = [*CURVES, "entropy", "reply_tokens", "reasoning"]
+    return {**{name: (after or {}).get(name) for name in names}, "worst": min(map(mean, windows)),
+            **{f"{name}'": (reworded or {}).get(name) for name in CURVES}}
 
 
 def interval(values: list[float | None]) -> str:
-    """Mean ± half the width of its 95 % interval over seeds; - where a run has no value."""
+    """Mean ± half its 95 % interval over training seeds (base and held-out tasks are the same for
+    all); - where a run has no value."""
     if None in values:
         return "-"
     digits = 2 if mean(values) < 10 else 1
@@ -696,25 +711,29 @@ def blocks(runs: list[dict], name: str, n: int) -> list[float]:
     return [mean(curve[a:b]) for a, b in zip(cuts, cuts[1:]) if a < b]
 
 
-def report(results: dict[str, list[dict]]) -> str:
-    """The tables and curves; prints the former, and returns the latter as a chart for a README."""
-    base = {"after": results["fsd"][0]["before"], "reworded": None, "curves": {"success": []}}
-    rows = {"base": [outcomes(base)],
-            **{arm: [outcomes(run) for run in runs] for arm, runs in results.items()}}
-    names = list(outcomes(base))
-    for columns in names[:7], names[7:]:
-        print(f"\n{'':8}" + "".join(f"{name:>10}" for name in columns))
+def report(results: dict[str, list[dict]]):
+    first, bars = results["fsd"][0], " ▁▂▃▄▅▆▇█"
+    rows = {"base": [outcomes(first["before"], first["reworded_before"], [])],
+            **{arm: [outcomes(run["after"], run["reworded_after"], run["curves"]["success"])
+                     for run in runs] for arm, runs in results.items()}}
+    names = list(rows["base"][0])
+    for columns in names[:-len(CURVES)], names[-len(CURVES):]:
+        print(f"\n{'':8}" + "".join(f"{name.removeprefix('reply_'):>10}" for name in columns))
         for arm, seeds in rows.items():
             cells = (interval([seed[name] for seed in seeds]) for name in columns)
             print(f"{arm:8}" + "".join(f"{cell:>10}" for cell in cells))
     print(f"\n{'':8}" + "".join(f"{name:>22}" for name in CURVES))
     for arm, runs in results.items():
-        bars = lambda curve: "".join(" ▁▂▃▄▅▆▇█"[int(8.99 * rate)] for rate in curve)
-        print(f"{arm:8}" + "".join(f"{bars(blocks(runs, c, 20)):>22}" for c in CURVES))
-    lines = [("fsd", name) for name in CURVES] + [("grpo", CURVES[1])]
-    lines = [[round(v, 2) for v in blocks(results[arm], name, 15)] for arm, name in lines]
-    return "\n".join(["```mermaid", "xychart-beta", "    x-axis training 0 --> 1",
-                      "    y-axis rate 0 --> 1", *(f"    line {line}" for line in lines), "```"])
+        curves = ([bars[int(8.99 * v)] for v in blocks(runs, name, 20)] for name in CURVES)
+        print(f"{arm:8}" + "".join(f"{''.join(curve):>22}" for curve in curves))
+
+
+def chart(results: dict[str, list[dict]]) -> str:
+    """The curves of fsd, and the first behaviour's of grpo, as a Mermaid chart for a README."""
+    chosen = [("fsd", name) for name in CURVES] + [("grpo", CURVES[1])]
+    lines = [[round(v, 2) for v in blocks(results[arm], name, 15)] for arm, name in chosen]
+    return "\n".join(["```mermaid", "xychart-beta", '    x-axis "share of the training" 0 --> 1',
+                      '    y-axis "rate" 0 --> 1', *(f"    line {line}" for line in lines), "```"])
 
 
 def picture(results: dict[str, list[dict]], path: Path):
@@ -729,7 +748,7 @@ def picture(results: dict[str, list[dict]], path: Path):
             curves = torch.tensor([blocks([run], name, 30) for run in runs])  # (seeds, blocks)
             axis.plot(curves.mean(0), label=arm)
             axis.fill_between(range(curves.shape[1]), curves.amin(0), curves.amax(0), alpha=0.2)
-        axis.set(title=name, xlabel="training")
+        axis.set(title=name, xlabel="thirtieths of the training")
     axes[0].legend()
     figure.savefig(path)
 
@@ -737,18 +756,27 @@ def picture(results: dict[str, list[dict]], path: Path):
 def compare(cfg: Config):
     """Trains each arm with each seed, a process per core, and reports what came of it."""
     out = Path(cfg.out)
-    common = dict(compare=False, quick=False, seeds=Config.seeds)
-    arms = {arm: changes for arm, changes in ARMS.items() if arm in QUICK or not cfg.quick}
-    runs = [replace(cfg, **common, **changes, seed=seed, out=f"{out}/{arm}-{seed}")
-            for seed in range(cfg.seeds) for arm, changes in arms.items()]
+    names = QUICK if cfg.quick else list(ARMS)
+    # what some arm changes, and what says what to compare, has its default in all the others
+    reset = ["compare", "quick", "seeds", *(name for arm in ARMS.values() for name in arm)]
+    default = replace(cfg, **{name: getattr(Config, name) for name in reset})
+    runs = [replace(default, **ARMS[arm], seed=seed, out=str(out / f"{arm}-{seed}"))
+            for seed in range(cfg.seeds) for arm in names]
     if not cfg.model:
         envs.embedded_base(cfg.base, "cpu")  # once, and not in every process
-    processes = 1 if cfg.model else os.cpu_count()  # of a large model, memory holds one
+    processes = 1 if cfg.model else torch.get_num_threads()  # memory holds one large model
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        done = list(tqdm(pool.map(run_arm, runs), "runs", len(runs), disable=None, ncols=80))
-    results = {arm: done[i::len(arms)] for i, arm in enumerate(arms)}
+        futures = [pool.submit(run_arm, run) for run in runs]
+        try:
+            done = [f.result() for f in tqdm(futures, "runs", disable=None, ncols=80)]
+        except BaseException:  # the pool would wait for runs that it has already queued
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+    results = {arm: done[i::len(names)] for i, arm in enumerate(names)}
     (out / "compare.json").write_text(json.dumps(results))
-    (out / "chart.md").write_text(report(results))
+    (out / "chart.md").write_text(chart(results))
+    report(results)
     picture(results, out / "curves.png")
     print(f"written to {out}: compare.json, chart.md, and a folder for each run")
 
