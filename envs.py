@@ -51,7 +51,7 @@ class Task:
     steps: Steps  # what the function must do
     bug: Steps  # what it does
     inputs: tuple[int, ...]  # of the hidden tests
-    reworded: bool = False  # the user asks in other words
+    wording: str = "plain"  # of the request; tags: it names the tool format; other: other words
 
     @property
     def spec(self) -> str:
@@ -84,7 +84,7 @@ def mistake(steps: Steps, rng: random.Random) -> Steps:
     return tuple(changed)
 
 
-def make_task(seed: int, reworded: bool = False) -> Task:
+def make_task(seed: int, wording: str = "plain") -> Task:
     """The task of this seed. Training and held-out seeds also differ in the steps themselves:
     those whose two numbers add up to a multiple of five are never trained on."""
     rng = random.Random(seed)
@@ -95,7 +95,7 @@ def make_task(seed: int, reworded: bool = False) -> Task:
     bug = random_steps(rng)
     while all(follow(bug, x) == follow(steps, x) for x in inputs):
         bug = random_steps(rng)
-    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs, reworded)
+    return Task(rng.choice("fgh"), rng.choice("xyn"), steps, bug, inputs, wording)
 
 
 # ------------------------------------------------- the safe interpreter for model-written code
@@ -212,11 +212,12 @@ class Behaviour:
     hint: Callable[[Task], str]  # says how to improve this turn; never a hidden expected value
 
 
-# Wording decides: with these hints Qwen2.5-Coder-0.5B complies; longer ones or bans do worse.
+# Wording decides: these were measured with Qwen2.5-Coder-0.5B (tags) and on the embedded base.
 BEHAVIOURS = (
     Behaviour("patch", "edit", uses_patch,
               lambda task: "The code must stand between <patch> and </patch>.",
-              lambda task: "Start your code with <patch> and end it with </patch>."),
+              lambda task: "Start your code with <patch> and end it with </patch>."
+              if task.wording == "tags" else "Wrap your answer in <patch> and </patch> tags."),
     Behaviour("style", "commit", uses_style,
               lambda task: f"The message must begin with fix({task.name}): ",
               lambda task: f"Use the format fix({task.name}): what changed"),
@@ -269,10 +270,11 @@ class Repair:
     def first_message(self) -> str:
         name, arg, spec = self.task.name, self.task.arg, self.task.spec
         source = self.task.source(self.task.bug)
-        if self.task.reworded:
+        if self.task.wording == "other":
             return f"Repair {name}: it should take {arg}, {spec}. Now it is\n{source}"
+        tags = ", in a ``` code block (or in <patch> tags)" if self.task.wording == "tags" else ""
         return (f"{source}\nThis is wrong. {name} must take {arg}, {spec}. "
-                "Answer with the whole fixed function, in a ``` code block (or in <patch> tags).")
+                f"Answer with the whole fixed function{tags}.")
 
     def step(self, reply: str) -> str | None:
         """The user's next message, None when the episode is over. No reply can make it raise."""
@@ -289,8 +291,8 @@ class Repair:
             observation = f"Error: {str(error)[:100]}."
         if self.success or self.edits == MAX_EDITS:
             self.kind = "commit"
-            return (f"{observation} Describe your change in a line." if self.task.reworded else
-                    f"{observation} Write a one-line commit message.")
+            return (f"{observation} Describe your change in a line." if self.task.wording == "other"
+                    else f"{observation} Write a one-line commit message.")
         return f"{observation} Try again."
 
 
@@ -319,7 +321,7 @@ def demonstration(rng: random.Random, pretraining: bool) -> list[dict]:
     too, and mistakes are few; later three in ten carry one, the others show the habit only. Hinted
     turns comply at a rate of 0.98. As in the teacher's view, the turns before carry no hint. A
     quarter asks in the words that FSD is never trained on: does what it teaches carry over?"""
-    env = Repair(make_task(rng.randrange(HELD_OUT), reworded=rng.random() < 0.25))
+    env = Repair(make_task(rng.randrange(HELD_OUT), "other" if rng.random() < 0.25 else "plain"))
     hinted, unasked, wrong = (0.5, 0.5, (0.1,) * 3) if pretraining else (0.3, 0.0, WRONG)
     messages = [{"role": "user", "content": env.first_message()}]
     while env.kind == "edit" and rng.random() < 0.6:

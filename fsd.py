@@ -64,6 +64,7 @@ class Config:
     steps: int = 150  # one rollout and one update each
     tasks: int = 8  # tasks per step
     group: int = 8  # G, episodes per task
+    wording: str = "plain"  # of the tasks: plain, tags (names the tool format) or other
     temperature: float = 1.0  # of sampling, and of every score
     max_tokens: int = 64  # sampled per turn; a longer reply is cut, and counted as truncated
     lr: float = 1e-4  # AdamW's learning rate after the warm-up
@@ -90,7 +91,8 @@ class Config:
         self.base = self.base or f"{self.out}/base"
         self.judge = "llm" if self.judge_model else self.judge
         choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm",
-                       feedback="failed all random", kl="forward reverse")
+                       feedback="failed all random", kl="forward reverse",
+                       wording="plain tags other")
         at_least = dict(seed=0, steps=1, tasks=1, group=2, temperature=1e-6, max_tokens=1, lr=1e-12,
                         warmup=0, coef=0, judge_noise=0, bonus=0, eval_episodes=1,
                         eval_every=0, sample_rows=1, batch_tokens=1, seeds=1)
@@ -106,8 +108,8 @@ class Config:
 
 
 # What --model changes of the defaults above; flags win over both.
-PRETRAINED = dict(steps=20, tasks=4, group=4, temperature=0.7, max_tokens=96, lr=3e-6, warmup=5,
-                  eval_episodes=64, sample_rows=64, batch_tokens=2048)
+PRETRAINED = dict(steps=16, tasks=4, group=4, wording="tags", temperature=0.7, max_tokens=96,
+                  lr=3e-6, warmup=5, eval_episodes=64, sample_rows=64, batch_tokens=2048)
 
 
 def parse_args(argv: list[str] | None) -> Config:
@@ -469,7 +471,7 @@ def train_step(policy: Policy, teacher, judge, optimizer, rng: random.Random,
                generator: torch.Generator, cfg: Config) -> dict:
     """Steps 1 to 6 of the algorithm, once; returns the step's metrics."""
     start = time.perf_counter()
-    tasks = [envs.make_task(rng.randrange(envs.HELD_OUT)) for _ in range(cfg.tasks)]
+    tasks = [envs.make_task(rng.randrange(envs.HELD_OUT), cfg.wording) for _ in range(cfg.tasks)]
     episodes = rollout(policy, tasks, cfg.group, generator, cfg.show_hints)
     turns = [turn for episode in episodes for turn in episode.turns]
     verdicts = judge(turns) if cfg.method != "grpo" else [None] * len(turns)
@@ -519,7 +521,8 @@ def figures(episodes: list[Episode], cfg: Config) -> dict:
 
 def evaluate(policy: Policy, cfg: Config, hinted: bool = False, reworded: bool = False):
     """(figures, episodes) on the held-out tasks, always with the same seed, by default unhinted."""
-    tasks = [envs.make_task(envs.HELD_OUT + i, reworded) for i in range(cfg.eval_episodes)]
+    wording = "other" if reworded else cfg.wording
+    tasks = [envs.make_task(envs.HELD_OUT + i, wording) for i in range(cfg.eval_episodes)]
     generator = torch.Generator(policy.model.device).manual_seed(0)
     episodes = rollout(policy, tasks, 1, generator, hinted)
     return {**figures(episodes, cfg), "episodes": len(episodes)}, episodes

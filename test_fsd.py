@@ -95,8 +95,8 @@ def test_tasks_are_functions_of_their_seed_and_held_out_steps_are_never_trained_
     train, held_out = draw(0), draw(envs.HELD_OUT)
     assert train == draw(0) and held_out == draw(envs.HELD_OUT)
     assert not {t.steps for t in train} & {t.steps for t in held_out}
-    reworded = envs.make_task(envs.HELD_OUT, reworded=True)
-    assert dataclasses.replace(reworded, reworded=False) == held_out[0]
+    reworded = envs.make_task(envs.HELD_OUT, "other")
+    assert dataclasses.replace(reworded, wording="plain") == held_out[0]
     asked = [envs.Repair(task) for task in (held_out[0], reworded)]
     assert asked[0].first_message() != asked[1].first_message()
     assert len({env.step(f"```\n{env.task.source(env.task.steps)}```") for env in asked}) == 2
@@ -394,7 +394,7 @@ def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
     optimizer = torch.optim.AdamW([p.detach() for p in policy.model.parameters()])
     metrics = fsd.train_step(policy, teacher, fsd.rule_judge, optimizer, random.Random(0),
                              generator(), cfg)
-    has_hint = lambda ids: bool(re.search("Start your code with|Use the format",
+    has_hint = lambda ids: bool(re.search("Wrap your answer in|Use the format",
                                           policy.tokenizer.decode(ids)))
     assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
     assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
@@ -409,7 +409,7 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
     """Two groups that drew the same task must not share a baseline."""
     caught, rewards = [], {}
     values = iter([1.0, 3.0, 4.0, 4.0])  # two groups of two
-    monkeypatch.setattr(envs, "make_task", lambda seed: TASK)
+    monkeypatch.setattr(envs, "make_task", lambda seed, wording: TASK)
     monkeypatch.setattr(fsd.Episode, "reward",
                         lambda self, _: rewards.setdefault(id(self), next(values, None)))
     monkeypatch.setattr(fsd, "update", lambda *args: caught.extend(args[3]) or {})
