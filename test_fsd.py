@@ -487,6 +487,21 @@ def test_compare_resumes_and_its_arms_differ_where_they_say(tmp_path, base, caps
             assert result["config"] == {**default, **fsd.ARMS[arm], **own}
 
 
+def test_a_finished_run_is_read_until_its_settings_or_its_base_change(tmp_path):
+    """A table of runs on two bases would look like any other."""
+    cfg = fsd.Config(out=str(tmp_path), steps=3)
+    (tmp_path / "metrics.jsonl").write_text('{"success": 1, "patch": null, "style": 0}\n')
+    (tmp_path / "summary.json").write_text(json.dumps(
+        dict(config=dataclasses.asdict(cfg), reworded_after={})))
+    curves = fsd.run_arm(cfg)["curves"]  # it diverged after a step
+    assert curves == {"success": [1, 0, 0], "patch": [0, 0, 0], "style": [0, 0, 0]}
+    assert not fsd.finished(dataclasses.replace(cfg, lr=1.0))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/made_with.json").write_text("")
+    assert not fsd.finished(cfg)
+    assert fsd.interval([0.5, 0.7]) == "0.60±1.27" and fsd.interval([0.5, None]) == "-"
+
+
 def test_one_seed_one_result(tmp_path, base):
     results = [run(tmp_path / name, base, "--seed", name[0])[0] for name in ("3a", "3b", "4")]
     for line in sum(results, []):
