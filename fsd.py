@@ -58,13 +58,13 @@ class Config:
     method: str = "fsd"  # fsd: GRPO + distillation; grpo: no distillation; distill: no GRPO
     model: str = ""  # chat model, by hub name or folder; empty: the embedded base model
     teacher: str = "frozen"  # weights that see the hint: frozen (initial) or live (current)
-    out: str = "runs/fsd"  # output folder; results of an earlier run in it are overwritten
+    out: str = "runs/fsd"  # output folder; overwrites what an earlier run left there
     base: str = ""  # folder that keeps the embedded base; empty: OUT/base
     seed: int = 0  # of the training tasks and their sampling, not of the base or the evaluation
     steps: int = 150  # one rollout and one update each
     tasks: int = 8  # tasks per step
     group: int = 8  # G, episodes per task
-    wording: str = "plain"  # of the tasks: plain, tags (names the tool format) or other
+    wording: str = "plain"  # of the tasks: plain, or tags (it names the tool format)
     temperature: float = 1.0  # of sampling, and of every score
     max_tokens: int = 64  # sampled per turn; a longer reply is cut, and counted as truncated
     lr: float = 1e-4  # AdamW's learning rate after the warm-up
@@ -73,18 +73,18 @@ class Config:
     judge: str = "rule"  # who writes the hints: rule, or llm (a chat model)
     judge_model: str = ""  # of --judge llm, by hub name or folder; empty: the initial policy
     judge_noise: float = 0.0  # share of the judge's verdicts that are turned round
-    feedback: str = "failed"  # turns that get a hint: failed, all, or random (as many as failed)
+    feedback: str = "failed"  # turns that get a hint: failed, all, or as many at random
     kl: str = "forward"  # forward: KL(teacher || student); reverse: KL(student || teacher)
-    show_hints: bool = False  # let the policy see the hints too, in its training rollouts
+    show_hints: bool = False  # every turn's hint is in the policy's prompt too, in training
     bonus: float = 0.2  # reward of a behaviour, times its share of turns; success is worth 1
     eval_episodes: int = 512  # held-out tasks, one episode each
     eval_every: int = 0  # steps between evaluations during training; 0: only before and after
     sample_rows: int = 512  # replies sampled at once: bounds the memory of a rollout
     batch_tokens: int = 8192  # of a micro-batch with its padding: bounds the memory of an update
     checkpointing: bool = False  # recompute activations in the backward pass: slower, less memory
-    compare: bool = False  # train all of ARMS over seeds instead; finished runs in OUT are kept
-    quick: bool = False  # compare the main arms only
-    seeds: int = 5  # to compare
+    compare: bool = False  # train all ARMS over seeds; reuses runs that have these settings
+    quick: bool = False  # compare fewer arms
+    seeds: int = 5  # to compare: 0, 1, ...
 
     def __post_init__(self):
         self.out = str(Path(self.out))  # without a trailing slash
@@ -92,7 +92,7 @@ class Config:
         self.judge = "llm" if self.judge_model else self.judge
         choices = dict(method="fsd grpo distill", teacher="frozen live", judge="rule llm",
                        feedback="failed all random", kl="forward reverse",
-                       wording="plain tags other")
+                       wording="plain tags")
         at_least = dict(seed=0, steps=1, tasks=1, group=2, temperature=1e-6, max_tokens=1, lr=1e-12,
                         warmup=0, coef=0, judge_noise=0, bonus=0, eval_episodes=1,
                         eval_every=0, sample_rows=1, batch_tokens=1, seeds=1)
@@ -103,6 +103,8 @@ class Config:
                 raise ValueError(f"--{name} {value}: must be finite, at least {at_least[name]}")
         if self.judge_noise > 1:
             raise ValueError(f"--judge_noise {self.judge_noise}: a share is at most 1")
+        if not self.compare and (self.quick or self.seeds != Config.seeds):
+            raise ValueError("--quick and --seeds go with --compare")
         if self.judge == "llm" and not (self.judge_model or self.model):
             raise ValueError("--judge llm: the embedded base cannot judge, pass --judge_model NAME")
 
@@ -419,10 +421,10 @@ def backward(policy: Policy, teacher, batch: list[Turn], total: int, cfg: Config
     states; from there, one pass for the whole batch goes back through the model."""
     kl = distill_loss if cfg.kl == "forward" else reverse_distill_loss
     hidden = score(policy.model, [t.prompt for t in batch], [t.ids for t in batch])
-    failed = [t for t in batch if t.hint]
+    taught = [t for t in batch if t.hint]
     with torch.no_grad():
-        teacher_hidden = iter(score(teacher, [t.hinted_prompt for t in failed],
-                                    [t.ids for t in failed]) if failed else ())
+        teacher_hidden = iter(score(teacher, [t.hinted_prompt for t in taught],
+                                    [t.ids for t in taught]) if taught else ())
     leaves = [h.detach().requires_grad_() for h in hidden]
     for turn, leaf in zip(batch, leaves):
         ids, old_logprobs = (torch.tensor(x, device=leaf.device) for x in (turn.ids, turn.logprobs))
@@ -530,8 +532,8 @@ def evaluate(policy: Policy, cfg: Config, hinted: bool = False, reworded: bool =
 
 @torch.no_grad()
 def transcript(title: str, episode: Episode, policy: Policy, teacher) -> str:
-    """The episode as a conversation. In failed turns it marks the tokens where the hint moves the
-    policy by over one nat of KL, and gives both distributions where it moves it most."""
+    """The episode as a conversation. In failed turns it marks the tokens where the teacher, who
+    sees the hint, is over one nat of KL from the policy; where the most, it gives both views."""
     opening, closing = ("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     decode, said = policy.tokenizer.decode, []
     attach_hints(policy, episode.turns, rule_judge(episode.turns))
@@ -555,7 +557,7 @@ def transcript(title: str, episode: Episode, policy: Policy, teacher) -> str:
 
 
 COLUMNS = {"success": "success", **{b.name: b.name for b in envs.BEHAVIOURS},
-           "turns_hinted": "hinted", "distill_loss": "distill", "flat_groups": "flat",
+           "turns_hinted": "taught", "distill_loss": "distill", "flat_groups": "flat",
            "entropy": "entropy", "reply_tokens": "tokens"}  # metric -> its title in the table
 HEADER = f"\n{'':8}" + "".join(f"{title:>9}" for title in COLUMNS.values())
 
@@ -599,7 +601,8 @@ def run(cfg: Config) -> BaseException | None:
     device = accelerator.type if accelerator else "cpu"
     policy = load_policy(cfg.model or envs.embedded_base(cfg.base, device), cfg, device)
     initial = policy  # copied where the initial weights are needed later on
-    if cfg.method != "grpo" and (cfg.teacher == "frozen" or cfg.judge == "llm"):
+    llm_is_policy = cfg.judge == "llm" and not cfg.judge_model
+    if cfg.method != "grpo" and (cfg.teacher == "frozen" or llm_is_policy):
         initial = replace(policy, model=copy.deepcopy(policy.model))
     teacher = initial.model if cfg.teacher == "frozen" else policy.model
     judge_policy = load_policy(cfg.judge_model, cfg, device) if cfg.judge_model else initial
@@ -669,7 +672,7 @@ def finished(cfg: Config) -> bool:
 
 def run_arm(cfg: Config) -> dict:
     """The run's summary and curves: from its folder if it has finished there, else by running it
-    in this process, with its output in log.txt. A curve ends in zeros where the run diverged."""
+    in this process, with its output in log.txt. What a diverged run does not have counts as 0."""
     out = Path(cfg.out)
     if not finished(cfg):
         out.mkdir(exist_ok=True)
@@ -677,7 +680,10 @@ def run_arm(cfg: Config) -> dict:
             torch.set_num_threads(1)  # the other cores have runs of their own
         with (out / "log.txt").open("w", errors="replace") as log:
             with redirect_stdout(log), redirect_stderr(log):
-                stopped = run(cfg)
+                try:
+                    stopped = run(cfg)
+                except FloatingPointError as error:  # in its last evaluation
+                    stopped = error
         if stopped and not isinstance(stopped, FloatingPointError):
             raise stopped
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -716,7 +722,7 @@ def blocks(runs: list[dict], name: str, n: int) -> list[float]:
 
 def report(results: dict[str, list[dict]]):
     first, bars = results["fsd"][0], " ▁▂▃▄▅▆▇█"
-    rows = {"base": [outcomes(first["before"], first["reworded_before"], [])],
+    rows = {"base": [outcomes(first["before"], first["reworded_before"], success_curve=[])],
             **{arm: [outcomes(run["after"], run["reworded_after"], run["curves"]["success"])
                      for run in runs] for arm, runs in results.items()}}
     names = list(rows["base"][0])
@@ -735,8 +741,10 @@ def chart(results: dict[str, list[dict]]) -> str:
     """The curves of fsd, and the first behaviour's of grpo, as a Mermaid chart for a README."""
     chosen = [("fsd", name) for name in CURVES] + [("grpo", CURVES[1])]
     lines = [[round(v, 2) for v in blocks(results[arm], name, 15)] for arm, name in chosen]
-    return "\n".join(["```mermaid", "xychart-beta", '    x-axis "share of the training" 0 --> 1',
-                      '    y-axis "rate" 0 --> 1', *(f"    line {line}" for line in lines), "```"])
+    colours = '{"themeVariables": {"xyChart": {"plotColorPalette": "green, blue, orange, gray"}}}'
+    return "\n".join(["```mermaid", f"%%{{init: {colours}}}%%", "xychart-beta",
+                      '    x-axis "share of the training" 0 --> 1', '    y-axis "rate" 0 --> 1',
+                      *(f"    line {line}" for line in lines), "```"])
 
 
 def picture(results: dict[str, list[dict]], path: Path):
@@ -757,12 +765,14 @@ def picture(results: dict[str, list[dict]], path: Path):
 
 
 def compare(cfg: Config):
-    """Trains each arm with each seed, a process per core, and reports what came of it."""
+    """Trains each arm with each seed, a process per core (as torch counts them: OMP_NUM_THREADS),
+    and reports what came of it."""
     out = Path(cfg.out)
     names = QUICK if cfg.quick else list(ARMS)
-    # what some arm changes, and what says what to compare, has its default in all the others
-    reset = ["compare", "quick", "seeds", *(name for arm in ARMS.values() for name in arm)]
-    default = replace(cfg, **{name: getattr(Config, name) for name in reset})
+    # what some arm changes has its default in the others, whatever the flags say
+    defaults = parse_args(["--model", cfg.model])
+    swept = ["compare", "quick", "seeds", *(name for arm in ARMS.values() for name in arm)]
+    default = replace(cfg, **{name: getattr(defaults, name) for name in swept})
     runs = [replace(default, **ARMS[arm], seed=seed, out=str(out / f"{arm}-{seed}"))
             for seed in range(cfg.seeds) for arm in names]
     if not cfg.model:

@@ -540,6 +540,7 @@ def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
     ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, at least"),
     ("--lr nan", "must be finite, at least"), ("--judge llm", "cannot judge"),
+    ("--seeds 3", "go with --compare"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
