@@ -664,7 +664,7 @@ STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 
 def finished(cfg: Config) -> bool:
     """Has this run, with these settings and on this base, got to its last evaluation?"""
     summary, base = Path(cfg.out, "summary.json"), Path(cfg.base, "made_with.json")
-    if not summary.exists() or base.exists() and base.stat().st_mtime > summary.stat().st_mtime:
+    if not summary.exists() or base.exists() and base.stat().st_mtime >= summary.stat().st_mtime:
         return False
     found = json.loads(summary.read_text())
     return found["config"] == asdict(cfg) and found["reworded_after"] is not None
