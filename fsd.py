@@ -105,6 +105,9 @@ class Config:
             raise ValueError(f"--judge_noise {self.judge_noise}: a share is at most 1")
         if not self.compare and (self.quick or self.seeds != Config.seeds):
             raise ValueError("--quick and --seeds go with --compare")
+        for name in {"seed"}.union(*ARMS.values()) if self.compare else ():
+            if getattr(self, name) != getattr(Config, name):
+                raise ValueError(f"--{name} {getattr(self, name)}: --compare sets it, see ARMS")
         if self.judge == "llm" and not (self.judge_model or self.model):
             raise ValueError("--judge llm: the embedded base cannot judge, pass --judge_model NAME")
 
@@ -193,7 +196,7 @@ class Turn:
     truncated: bool  # no stop token within max_tokens
     text: str
     shown: dict[str, bool]  # of the behaviours that apply to this turn: does it show them?
-    hint: str | None = None  # the judge's, where the turn failed
+    hint: str | None = None  # the judge's: a turn with a hint is distilled
     hinted_prompt: list[int] = field(default_factory=list)  # the ids that the teacher sees
     advantage: float = 0.0  # of the episode that the turn belongs to
 
@@ -605,7 +608,9 @@ def run(cfg: Config) -> BaseException | None:
     if cfg.method != "grpo" and (cfg.teacher == "frozen" or llm_is_policy):
         initial = replace(policy, model=copy.deepcopy(policy.model))
     teacher = initial.model if cfg.teacher == "frozen" else policy.model
-    judge_policy = load_policy(cfg.judge_model, cfg, device) if cfg.judge_model else initial
+    judge_policy = initial
+    if cfg.judge_model and cfg.method != "grpo":
+        judge_policy = load_policy(cfg.judge_model, cfg, device)
     judge = rule_judge if cfg.judge == "rule" else lambda turns: llm_judge(judge_policy, turns)
     judge = altered(judge, cfg)
     if cfg.checkpointing:
@@ -634,7 +639,7 @@ def run(cfg: Config) -> BaseException | None:
     for part in (policy.model, policy.tokenizer):
         part.save_pretrained(out / "policy")
     summary = dict(config=asdict(cfg), before=before, hinted=hinted, reworded_before=reworded,
-                   after=None, reworded_after=None)
+                   after=None, reworded_after=None, stopped=stopped and type(stopped).__name__)
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if stopped:
         print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
@@ -653,8 +658,8 @@ def run(cfg: Config) -> BaseException | None:
 # An arm is a run that differs from the default one in what is named here, and only there.
 ARMS = {"grpo": dict(method="grpo"), "distill": dict(method="distill"), "fsd": {},
         "all": dict(feedback="all"), "random": dict(feedback="random"),
-        "live": dict(teacher="live"), "reverse": dict(kl="reverse"),
-        "shown": dict(show_hints=True)}
+        "live": dict(teacher="live"), "all-live": dict(feedback="all", teacher="live"),
+        "reverse": dict(kl="reverse"), "shown": dict(show_hints=True)}
 QUICK = ["grpo", "distill", "fsd", "all"]
 CURVES = ["success", *(b.name for b in envs.BEHAVIOURS)]
 # Half the width of a 95 % interval in standard errors (Student's t), by the number of seeds
@@ -662,12 +667,14 @@ STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 
 
 
 def finished(cfg: Config) -> bool:
-    """Has this run, with these settings and on this base, got to its last evaluation?"""
+    """Has this run, with these settings and on this base, got to its last evaluation, or diverged?
+    Code that has changed since goes unnoticed: give it another OUT."""
     summary, base = Path(cfg.out, "summary.json"), Path(cfg.base, "made_with.json")
     if not summary.exists() or base.exists() and base.stat().st_mtime >= summary.stat().st_mtime:
         return False
     found = json.loads(summary.read_text())
-    return found["config"] == asdict(cfg) and found["reworded_after"] is not None
+    ended = found["reworded_after"] is not None or found["stopped"] == "FloatingPointError"
+    return ended and found["config"] == asdict(cfg)
 
 
 def run_arm(cfg: Config) -> dict:
@@ -676,7 +683,7 @@ def run_arm(cfg: Config) -> dict:
     out = Path(cfg.out)
     if not finished(cfg):
         out.mkdir(exist_ok=True)
-        if not cfg.model:
+        if not (cfg.model or cfg.judge_model):
             torch.set_num_threads(1)  # the other cores have runs of their own
         with (out / "log.txt").open("w", errors="replace") as log:
             with redirect_stdout(log), redirect_stderr(log):
@@ -769,15 +776,13 @@ def compare(cfg: Config):
     and reports what came of it."""
     out = Path(cfg.out)
     names = QUICK if cfg.quick else list(ARMS)
-    # what some arm changes has its default in the others, whatever the flags say
-    defaults = parse_args(["--model", cfg.model])
-    swept = ["compare", "quick", "seeds", *(name for arm in ARMS.values() for name in arm)]
-    default = replace(cfg, **{name: getattr(defaults, name) for name in swept})
+    default = replace(cfg, compare=False, quick=False, seeds=Config.seeds)
     runs = [replace(default, **ARMS[arm], seed=seed, out=str(out / f"{arm}-{seed}"))
             for seed in range(cfg.seeds) for arm in names]
     if not cfg.model:
         envs.embedded_base(cfg.base, "cpu")  # once, and not in every process
-    processes = 1 if cfg.model else torch.get_num_threads()  # memory holds one large model
+    large = cfg.model or cfg.judge_model  # memory holds one
+    processes = 1 if large else torch.get_num_threads()
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(run_arm, run) for run in runs]
         try:

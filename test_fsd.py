@@ -283,7 +283,8 @@ def test_distill_loss_is_the_kl_of_teacher_to_student():
     assert torch.autograd.gradcheck(loss, z) and q.grad is None
 
 
-def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(policy):
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(policy, kl):
     """Oracle: the loss written out, one unpadded turn after the other, by torch.distributions, with
     hints of 1 and 300 tokens. A teacher's row that is shifted by its hint would still train."""
     teacher = copy.deepcopy(policy.model)
@@ -299,7 +300,8 @@ def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(polic
         if t.hint:
             with torch.no_grad():
                 hinted = distribution(policy, teacher, t.hinted_prompt, t.ids)
-            loss = loss + 0.3 * kl_divergence(hinted, student).sum()
+            pair = (hinted, student) if kl == "forward" else (student, hinted)
+            loss = loss + 0.3 * kl_divergence(*pair).sum()
     loss = loss / sum(len(t.ids) for t in turns)
     oracle = torch.autograd.grad(loss, list(policy.model.parameters()))
     oracle = torch.cat([g.flatten() for g in oracle])
@@ -308,7 +310,8 @@ def test_update_has_the_gradient_of_the_whole_loss_for_any_split_and_order(polic
     layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for batch_tokens, order in ((10_000, turns), (1, turns), (60, turns[::-1]), (10_000, turns)):
         calls.clear()
-        grad, stats = gradient(policy, teacher, order, coef=0.3, batch_tokens=batch_tokens)
+        grad, stats = gradient(policy, teacher, order, coef=0.3, kl=kl,
+                               batch_tokens=batch_tokens)
         assert torch.allclose(grad, oracle, atol=1e-4 * oracle.abs().max()), batch_tokens
         assert stats["max_logprob_gap"] < 1e-4
         policy.model.activation_checkpointing_enable()  # from the second on: layers run twice
@@ -398,6 +401,10 @@ def test_only_the_teacher_ever_sees_a_hint(policy, monkeypatch):
                                           policy.tokenizer.decode(ids)))
     assert seen and all(has_hint(prompt) == by_teacher for by_teacher, prompt in seen)
     assert metrics["turns_hinted"] == metrics["tokens_distilled"] == 1  # random: every turn fails
+    seen.clear()
+    fsd.train_step(policy, teacher, fsd.rule_judge, optimizer, random.Random(0), generator(),
+                   dataclasses.replace(cfg, show_hints=True))
+    assert seen and all(has_hint(prompt) for _, prompt in seen)
     for hinted in (False, True):  # but where the settings show it to the policy
         shown = fsd.rollout(policy, [TASK], 1, generator(), hinted)[0].turns
         turns = shown + [t for e in fsd.evaluate(policy, cfg, hinted)[1] for t in e.turns]
@@ -417,6 +424,23 @@ def test_turns_carry_their_episodes_advantage_and_equal_tasks_stay_apart(policy,
                              generator(), fsd.Config(tasks=2, group=2))
     assert [t.advantage for t in caught] == [-1.0] * 3 + [1.0] * 3 + [0.0] * 6
     assert metrics["flat_groups"] == 0.5
+
+
+def test_the_figures_of_the_tables_are_what_they_say(policy):
+    """Swapped labels would be believed."""
+    failed, passed = make_turn(policy, "ok"), make_turn(policy, "fix(f): now")
+    failed.entropies, passed.entropies = [3.0], [1.0, 2.0]
+    figures = fsd.figures([fsd.Episode(envs.Repair(TASK), [], [failed, passed])], fsd.Config())
+    assert [figures[f"entropy{suffix}"] for suffix in ("", "_failed", "_passed")] == [2, 3, 1.5]
+    assert figures["style"] == 0.5 and figures["patch"] is None and figures["success"] == 0
+    outcomes = fsd.outcomes(figures, None, success_curve=[1, 1, 0, 0, 0, 0, 0.5, 1, 1])
+    assert outcomes["worst"] == 0.1 and outcomes["style"] == 0.5 and outcomes["style'"] is None
+    runs = [{"curves": {"patch": [0, 0, 1, 1, 1, 0.5]}}, {"curves": {"patch": [0] * 6}}]
+    assert fsd.blocks(runs, "patch", 3) == [0, 0.5, 0.375]
+    cfg = fsd.Config(eval_episodes=2)
+    for reworded in (False, True):
+        asked = [e.messages[0]["content"] for e in fsd.evaluate(policy, cfg, False, reworded)[1]]
+        assert all(text.startswith("Repair ") == reworded for text in asked)
 
 
 def test_the_transcript_marks_the_tokens_where_the_hint_speaks(policy):
@@ -492,8 +516,8 @@ def test_a_finished_run_is_read_until_its_settings_or_its_base_change(tmp_path):
     cfg = fsd.Config(out=str(tmp_path), steps=3)
     (tmp_path / "metrics.jsonl").write_text('{"success": 1, "patch": null, "style": 0}\n')
     (tmp_path / "summary.json").write_text(json.dumps(
-        dict(config=dataclasses.asdict(cfg), reworded_after={})))
-    curves = fsd.run_arm(cfg)["curves"]  # it diverged after a step
+        dict(config=dataclasses.asdict(cfg), reworded_after=None, stopped="FloatingPointError")))
+    curves = fsd.run_arm(cfg)["curves"]  # after a step
     assert curves == {"success": [1, 0, 0], "patch": [0, 0, 0], "style": [0, 0, 0]}
     assert not fsd.finished(dataclasses.replace(cfg, lr=1.0))
     (tmp_path / "base").mkdir()
@@ -503,10 +527,13 @@ def test_a_finished_run_is_read_until_its_settings_or_its_base_change(tmp_path):
 
 
 def test_one_seed_one_result(tmp_path, base):
-    results = [run(tmp_path / name, base, "--seed", name[0])[0] for name in ("3a", "3b", "4")]
+    flags = (["3"], ["3"], ["4"], ["3", "--teacher", "live"])
+    results = [run(tmp_path / str(i), base, "--seed", *f)[0] for i, f in enumerate(flags)]
     for line in sum(results, []):
         del line["rollout_s"], line["update_s"]
     assert results[0] == results[1] != results[2]
+    # a live teacher is another one from the second step on
+    assert results[0][0] == results[3][0] and results[0][1] != results[3][1]
 
 
 def test_the_base_is_reused_until_its_settings_change(tmp_path, base, capsys, monkeypatch):
@@ -540,7 +567,8 @@ def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
     ("--steps 0", "--steps 0: must be finite, at least 1"), ("--steps many", "invalid int value"),
     ("--group 1", "at least 2"), ("--temperature 0", "--temperature 0.0: must be finite, at least"),
     ("--lr nan", "must be finite, at least"), ("--judge llm", "cannot judge"),
-    ("--seeds 3", "go with --compare"),
+    ("--seeds 3", "go with --compare"), ("--compare --kl reverse", "--compare sets it"),
+    ("--compare --seed 1", "--compare sets it"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
@@ -555,11 +583,7 @@ def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flag
     assert not (tmp_path / "out" / "base").exists()
 
 
-def test_the_readme_tells_the_truth_about_the_files():
-    """Line counts, and the functions that its tables name."""
-    here = Path(__file__).parent
-    readme = (here / "README.md").read_text()
-    for file in here.glob("*.py"):
-        assert f"| `{file.name}` | {len(file.read_text().splitlines())} |" in readme
+def test_the_functions_that_the_readme_names_exist():
+    readme = Path(__file__).with_name("README.md").read_text()
     names = set(re.findall(r"`(\w+)\(\)`", readme))
     assert len(names) > 5 and names <= {*dir(fsd), *dir(envs)}
