@@ -255,7 +255,7 @@ def read_verdict(answer: str) -> str | None:
     """None for GOOD, the hint of a line HINT: ..., "" for anything else or over 200 letters. A code
     fence around the answer and a word before it (Verdict:, Answer:) are read over."""
     verdict = re.fullmatch(r"(?:```\w*)?\s*(?:(?:verdict|answer)\s*:\s*)?"
-                           r"(?:(GOOD)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}))\s*(?:```)?",
+                           r"(?:(GOOD)[.!]?|HINT:[ \t]*(\S[^\n]{0,199}?))\s*(?:```)?",
                            answer.strip(), re.IGNORECASE)
     return "" if not verdict else None if verdict[1] else verdict[2].strip()
 
@@ -392,11 +392,13 @@ def embedded_base(folder: str, device: str) -> str:
     made_with = json.dumps([BASE, TEMPLATE, batches[-1]])  # the last depends on all before
     reused = stamp.exists() and stamp.read_text() == made_with
     print(f"base model: {'reusing' if reused else 'a minute or two of training for'} {folder}")
+    if not stamp.exists() and Path(folder, "config.json").exists():
+        raise SystemExit(f"--base {folder}: holds another model; an empty folder, or --model")
     if not reused:
-        stamp.unlink(missing_ok=True)
+        stamp.write_text("")
         for part in train_base(batches, device):
             part.save_pretrained(folder)
-        stamp.write_text(made_with)  # last: a base that was half saved has none
+        stamp.write_text(made_with)  # last: that of a half-saved base is empty
     return folder
 
 

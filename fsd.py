@@ -35,6 +35,7 @@ import random
 import re
 import statistics
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -639,18 +640,21 @@ def run(cfg: Config) -> BaseException | None:
     for part in (policy.model, policy.tokenizer):
         part.save_pretrained(out / "policy")
     summary = dict(config=asdict(cfg), before=before, hinted=hinted, reworded_before=reworded,
-                   after=None, reworded_after=None, stopped=stopped and type(stopped).__name__)
+                   after=None, reworded_after=None)
+    try:
+        if not stopped:
+            summary["after"], episodes = evaluate(policy, cfg)
+            print(row("after", summary["after"]))
+            summary["reworded_after"], _ = evaluate(policy, cfg, reworded=True)
+            print(row("reworded", summary["reworded_after"]))
+            print(shown_before, transcript("after", episodes[0], policy, teacher), sep="\n")
+    except (KeyboardInterrupt, FloatingPointError, torch.OutOfMemoryError) as error:
+        stopped = error
+    summary["stopped"] = stopped and type(stopped).__name__
     (out / "summary.json").write_text(json.dumps(summary, indent=1))
     if stopped:
         print(f"stopped early, see {out}: {type(stopped).__name__} {stopped}")
         return stopped
-
-    summary["after"], episodes = evaluate(policy, cfg)
-    print(row("after", summary["after"]))
-    summary["reworded_after"], _ = evaluate(policy, cfg, reworded=True)
-    print(row("reworded", summary["reworded_after"]))
-    (out / "summary.json").write_text(json.dumps(summary, indent=1))
-    print(shown_before, transcript("after", episodes[0], policy, teacher), sep="\n")
     print(f"\nwritten to {out}: metrics.jsonl, summary.json, policy/")
 
 
@@ -667,14 +671,18 @@ STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 
 
 
 def finished(cfg: Config) -> bool:
-    """Has this run, with these settings and on this base, got to its last evaluation, or diverged?
-    Code that has changed since goes unnoticed: give it another OUT."""
-    summary, base = Path(cfg.out, "summary.json"), Path(cfg.base, "made_with.json")
-    if not summary.exists() or base.exists() and base.stat().st_mtime >= summary.stat().st_mtime:
+    """Has this run, with these settings, got to its last evaluation, or diverged, and is it younger
+    than the models that it used? Code that has changed since goes unnoticed: take another OUT."""
+    summary, models = Path(cfg.out, "summary.json"), [Path(cfg.base, "made_with.json")]
+    for folder in filter(None, (cfg.model, cfg.judge_model)):
+        models += Path(folder).glob("*")  # none of a model by its hub name
+    try:
+        found = json.loads(summary.read_text())
+        ended = found["reworded_after"] is not None or found["stopped"] == "FloatingPointError"
+        return ended and found["config"] == asdict(cfg) and all(
+            f.stat().st_mtime < summary.stat().st_mtime for f in models if f.exists())
+    except (OSError, ValueError, KeyError):  # no run yet, or a damaged file
         return False
-    found = json.loads(summary.read_text())
-    ended = found["reworded_after"] is not None or found["stopped"] == "FloatingPointError"
-    return ended and found["config"] == asdict(cfg)
 
 
 def run_arm(cfg: Config) -> dict:
@@ -687,10 +695,7 @@ def run_arm(cfg: Config) -> dict:
             torch.set_num_threads(1)  # the other cores have runs of their own
         with (out / "log.txt").open("w", errors="replace") as log:
             with redirect_stdout(log), redirect_stderr(log):
-                try:
-                    stopped = run(cfg)
-                except FloatingPointError as error:  # in its last evaluation
-                    stopped = error
+                stopped = run(cfg)
         if stopped and not isinstance(stopped, FloatingPointError):
             raise stopped
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -801,9 +806,14 @@ def compare(cfg: Config):
 
 def main(argv: list[str] | None = None):
     cfg = parse_args(argv)
+    for name in ("base", "model", "judge_model"):
+        start = Path(getattr(cfg, name)).resolve()
+        if start.name == "policy" and start.is_relative_to(Path(cfg.out).resolve()):
+            raise SystemExit(f"--{name} {start}: --out {cfg.out} writes there, choose another")
     try:  # before any work
         for folder in [cfg.out] if cfg.model else [cfg.out, cfg.base]:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise SystemExit(f"cannot write to {error.filename}: {error.strerror}")
     stopped = compare(cfg) if cfg.compare else run(cfg)

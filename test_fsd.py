@@ -351,7 +351,8 @@ def test_bf16_keeps_updates_that_are_smaller_than_its_precision(policy, monkeypa
 
 @pytest.mark.parametrize("answer, verdict", [
     ("GOOD", None), ("good.", None), ("```\nGOOD\n```", None), ("Verdict: GOOD", None),
-    ("HINT: Use the tags.", "Use the tags."), ("```text\nAnswer: hint: Use it.\n```", "Use it."),
+    ("HINT: Use the tags.", "Use the tags."), ("```HINT: Use it.```", "Use it."),
+    ("```text\nAnswer: hint: Use it.\n```", "Use it."),
     ("", ""), ("HINT:", ""), ("GOOD HINT: x", ""), ("I think GOOD", ""), ("HINT: a\nb", ""),
     ("HINT: " + "x" * 300, ""), ("FAIL", ""), ("{\"verdict\": \"GOOD\"}", ""), ("\x00\ud800", "")])
 def test_the_judges_answer_is_read_strictly(answer, verdict):
@@ -520,6 +521,12 @@ def test_a_finished_run_is_read_until_its_settings_or_its_base_change(tmp_path):
     curves = fsd.run_arm(cfg)["curves"]  # after a step
     assert curves == {"success": [1, 0, 0], "patch": [0, 0, 0], "style": [0, 0, 0]}
     assert not fsd.finished(dataclasses.replace(cfg, lr=1.0))
+    (tmp_path / "summary.json").rename(tmp_path / "saved")
+    for damaged in ("", "{}", '{"config": '):
+        (tmp_path / "summary.json").write_text(damaged)
+        assert not fsd.finished(cfg)
+    (tmp_path / "saved").rename(tmp_path / "summary.json")
+    assert fsd.finished(cfg)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/made_with.json").write_text("")
     assert not fsd.finished(cfg)
@@ -556,6 +563,15 @@ def test_ctrl_c_keeps_the_metrics_and_the_policy(tmp_path, base, monkeypatch):
     assert LlamaForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() > 0
 
 
+def test_a_run_that_diverges_in_its_last_update_says_so_and_counts_as_made(tmp_path, base, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path, base, "--steps", "1", "--lr", "1e12", "--warmup", "0")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (end.value.code, summary["stopped"], summary["after"]) == (1, "FloatingPointError", None)
+    assert fsd.finished(fsd.Config(**summary["config"]))
+    assert "try a lower --lr" in capsys.readouterr().out
+
+
 def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
     cfg = fsd.parse_args(["--model", "x", "--steps", "7"])
     assert cfg == fsd.Config(model="x", **{**fsd.PRETRAINED, "steps": 7})
@@ -571,12 +587,16 @@ def test_a_pretrained_model_has_its_own_defaults_and_flags_win():
     ("--compare --seed 1", "--compare sets it"),
     ("--model no/such-model", "cannot use no/such-model as a chat model"),
     ("--model {tmp}", "as a chat model"), ("--model {tmp}/plain", "no chat template"),
+    ("--base {tmp}/other", "--base {tmp}/other: holds another model"),
+    ("--base {tmp}/out/policy", "writes there, choose another"),
     ("--out {tmp}/file/x", "cannot write to {tmp}/file/x")])
 def test_bad_input_ends_with_a_message_before_any_work(tmp_path, tokenizer, flags, message, capsys):
     (tmp_path / "file").write_text("")
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
     plain.save_pretrained(tmp_path / "plain")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text("{}")
     with pytest.raises(SystemExit) as end:
         fsd.main(["--out", str(tmp_path / "out"), *flags.format(tmp=tmp_path).split()])
     assert message.format(tmp=tmp_path) in f"{end.value.code} {capsys.readouterr().err}"
